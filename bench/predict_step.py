@@ -23,7 +23,7 @@ least and the most of a step have all constants at their best, or all at their w
 `block_rows` is of a round of Llama-3.1-8B with a DFlash draft of five layers: one pass of a block for all levels, whose
 context is projected from five taps, and a larger tree. Its products may take longer than reading: of the two the longer
 counts, product by product, at a share of the tensor cores' peak. What a term launches at each level counts as small
-kernels, its products too.
+kernels, its products too. `ahead` requests the target's weights alone.
 """
 
 import json
@@ -125,6 +125,7 @@ WAYS = {
     "fp8 draft": Way(own=True, draft_bytes=1),
     "ahead, fp8 draft": Way(ramps=True, ahead=True, draft_bytes=1),
 }
+BLOCK_WAYS = ("now", "ramps", "ahead")
 COUNTED = {
     name: {part: Launches(*counts) for part, counts in parts.items()}
     for name, parts in json.loads((Path(__file__).parent / "launches.json").read_text()).items()
@@ -211,9 +212,13 @@ def target_seconds(target: Model, way: Way, bandwidth: Known, pick: Pick) -> dic
     others = target.layers * (layer.others - way.own) + ends.others
     parts = parts_of("target", target.products(), target.layers * layer.attention, others, way, bandwidth, pick)
     if way.ahead:
-        windows = parts["target: attention"] + others * pick(SMALL) + (4 * target.layers) * pick(GAP)
-        parts["target: requested ahead"] = -pick(AHEAD) * windows
+        parts["target: requested ahead"] = -saved_seconds(target, others, pick)
     return parts
+
+
+def saved_seconds(target: Model, others: int, pick: Pick) -> float:
+    """What requests save of a pass whose memory idles in attention, other kernels, and before these and products."""
+    return pick(AHEAD) * (target.layers * (pick(ATTENTION) + 4 * pick(GAP)) + others * pick(SMALL))
 
 
 def step_seconds(pair: Pair, way: Way, bandwidth: Known, pick: Pick) -> dict[str, float]:
@@ -238,19 +243,20 @@ def step_seconds(pair: Pair, way: Way, bandwidth: Known, pick: Pick) -> dict[str
     }
 
 
-def block_seconds(kind: str, nodes: int, bandwidth: Known, pick: Pick) -> dict[str, float]:
+def block_seconds(kind: str, nodes: int, way: Way, bandwidth: Known, pick: Pick) -> dict[str, float]:
     """A round with a tree of so many nodes, which one pass of a block drafts."""
     counted, layer, ends = COUNTED[kind], OF_TARGET["layer"], OF_TARGET["ends"]
     first, level, taps = counted["first pass"], counted["level"], counted["taps"]
 
     def product(size: float, count: int) -> float:
-        reading = size / (pick(bandwidth) * pick(share(size)))
-        return max(reading, size / BYTES * 2 * count / pick(TENSOR_PEAK)) + pick(GAP)
+        reading, between = product_seconds(size, way, bandwidth, pick)
+        return max(reading, size / BYTES * 2 * count / pick(TENSOR_PEAK)) + between
 
     hidden = LLAMA_8B.hidden
     context = [*DFLASH.features, *2 * DFLASH.layers * [BYTES * hidden * (LLAMA_8B.keys or hidden)]]
     others = LLAMA_8B.layers * layer.others + ends.others
-    return {
+    saved = {"target: requested ahead": -saved_seconds(LLAMA_8B, others, pick)} if way.ahead else {}
+    return saved | {
         "target: products": sum(product(size, nodes) for size in LLAMA_8B.products()),
         "target: other kernels": LLAMA_8B.layers * pick(ATTENTION) + others * pick(SMALL),
         "draft: products": sum(product(size, BLOCK) for size in DFLASH.products()),
@@ -263,12 +269,13 @@ def block_seconds(kind: str, nodes: int, bandwidth: Known, pick: Pick) -> dict[s
 
 
 def block_rows() -> list[Row]:
-    """Milliseconds of each part of such a round, their sum and its range, by GPU, kind of draft and nodes."""
+    """Milliseconds of each part of such a round, their sum and its range, by GPU, kind of draft, nodes and way."""
     found = []
-    for (gpu, bandwidth), kind, nodes in product(BANDWIDTH.items(), BLOCK_KINDS, (64, 128)):
-        sums = {name: sum(block_seconds(kind, nodes, bandwidth, pick).values()) for name, pick in PICKS.items()}
-        parts = block_seconds(kind, nodes, bandwidth, PICKS["likely"])
-        row = {"gpu": gpu, "kernels": f"{kind}, {nodes} nodes"}
+    for (gpu, bandwidth), kind, nodes, way in product(BANDWIDTH.items(), BLOCK_KINDS, (64, 128), BLOCK_WAYS):
+        how = WAYS[way]
+        sums = {name: sum(block_seconds(kind, nodes, how, bandwidth, pick).values()) for name, pick in PICKS.items()}
+        parts = block_seconds(kind, nodes, how, bandwidth, PICKS["likely"])
+        row = {"gpu": gpu, "kernels": f"{kind}, {nodes} nodes, {way}"}
         row |= {name: 1e3 * seconds for name, seconds in parts.items()}
         found.append(row | {f"{name}_ms": 1e3 * seconds for name, seconds in sums.items()})
     return found

@@ -35,6 +35,17 @@ def test_an_eagle_step_has_each_term_that_arithmetic_by_hand_gives():
     assert ahead == pytest.approx(expected | {"target: requested ahead": -0.55 * windows}, rel=1e-9)
 
 
+def test_a_block_round_differs_by_its_way_in_products_and_in_what_is_requested_ahead():
+    bandwidth = predict_step.BANDWIDTH["H200"]
+    ramps, ahead = (
+        predict_step.block_seconds("dflash", 64, predict_step.WAYS[way], bandwidth, LIKELY) for way in ("ramps", "ahead")
+    )
+    target = 32 * 2 * 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336) + 2 * 4096 * 128_256
+    assert ramps["target: products"] == pytest.approx(target / 4.3e12 + 129 * 5.2e-6)
+    windows = 32 * 7e-6 + (4 * 32 + 2) * 2.3e-6 + 4 * 32 * 1.5e-6
+    assert ahead == pytest.approx(ramps | {"target: requested ahead": -0.55 * windows})
+
+
 def test_counted_products_are_those_that_are_predicted():
     """As many as the models' shapes give, in the passes that were counted."""
     for pair in predict_step.PAIRS.values():
