@@ -38,7 +38,8 @@ def test_an_eagle_step_has_each_term_that_arithmetic_by_hand_gives():
 def test_a_block_round_differs_by_its_way_in_products_and_in_what_is_requested_ahead():
     bandwidth = predict_step.BANDWIDTH["H200"]
     ramps, ahead = (
-        predict_step.block_seconds("dflash", 64, predict_step.WAYS[way], bandwidth, LIKELY) for way in ("ramps", "ahead")
+        predict_step.block_seconds("dflash", 64, predict_step.WAYS[way], bandwidth, LIKELY)
+        for way in ("ramps", "ahead")
     )
     target = 32 * 2 * 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336) + 2 * 4096 * 128_256
     assert ramps["target: products"] == pytest.approx(target / 4.3e12 + 129 * 5.2e-6)
