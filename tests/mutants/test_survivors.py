@@ -26,6 +26,7 @@ from heavypath.kernels.step_kernels import StepKernels, step_kernels
 from heavypath.kernels.tree_attention import tree_attention
 from heavypath.kernels.trees.growing_kernel import _expm1, _log1p
 from heavypath.kernels.trees.levels import CommonNodes, NodeInputs, Trees, place
+from heavypath.kernels.verification import verify_tree
 from heavypath.kernels.verifying.decision import help_at
 from heavypath.kernels.verifying.distributions import FACTS, PIECE, Distribution, store_distributions, store_residual
 from heavypath.speculative.decoding.drafted import Drafted
@@ -283,3 +284,21 @@ def test_attention_reads_tensors_where_they_are_unless_it_cannot():
     ):  # fmt: skip
         assert (in_place(tensor) is tensor) == is_read
         assert torch.equal(in_place(tensor), tensor)
+
+
+def verified_alike(tokens, parents, method, vocab_size, **options):
+    """Whether the kernel accepts what the reference accepts, of 64 sequences with random laws."""
+    generator = torch.Generator().manual_seed(7)
+    batch, nodes = 64, len(tokens)
+    logits = [2 * torch.randn(batch, nodes, vocab_size, generator=generator) for _ in range(2)]
+    given = torch.tensor(tokens).expand(batch, -1), torch.tensor(parents)
+    found = [
+        verify_tree(*(each.to(device) for each in (*given, *logits)), method=method, seed=5, impl=impl, **options)
+        for impl, device in (("triton", DEVICE), ("torch", "cpu"))
+    ]
+    return all(torch.equal(one.cpu(), other) for one, other in zip(*found, strict=True))
+
+
+def test_children_of_another_token_are_not_offered_as_an_accepted_nodes_own():
+    """Independent siblings of equal tokens share their children, and no others do."""
+    assert verified_alike([0, 1, 2, 1, 3, 4, 3], [-1, 0, 0, 0, 1, 2, 3], "with_replacement", 6)
