@@ -38,7 +38,7 @@ def test_every_kernel_meets_the_adversary():
     assert kernels == met
 
 
-@pytest.mark.parametrize("trees", [[3, 4], [5], pytest.param(range(217), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trees", [[3, 4], [5, 90, 100], pytest.param(range(217), marks=pytest.mark.slow)])
 def test_trees_are_verified_in_any_schedule(trees, adversary):
     for tree in trees:
         seed = 217 * (adversary.seed - 1) + tree

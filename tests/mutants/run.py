@@ -82,11 +82,6 @@ EQUIVALENT = {  # mutants by their keys, and why no test can find them
         "emitted = tl.load(tokens_ptr + node, mask=place < length, other=(-1))", 0,
     ): "the next line puts another number there",
     (
-        "kernels/verifying/distributions.py", "unread",
-        'cut, end = tl.full([], float("-inf"), tl.float32), V + tl.full([], 0, tl.int32)',
-        'cut, end = tl.full([], float("-inf"), tl.float32), V + tl.full([], (-1), tl.int32)', 0,
-    ): "without filters nothing looks at the end",
-    (
         "kernels/verifying/distributions.py", "overlap",
         'y = tl.load(draft.row_ptr + token, mask=token < end, other=float("-inf")).to(tl.float32)',
         "y = tl.load(draft.row_ptr + token, mask=token < end).to(tl.float32)", 0,
@@ -112,11 +107,6 @@ EQUIVALENT = {  # mutants by their keys, and why no test can find them
         "return _launched(logits, settings, 1.0, 1, (-1.0), 0.0)", 0,
     ): "each sequence's own settings stand in its place",
     (
-        "kernels/filter_cuts.py", "_launched",
-        "by_k, by_p = settings is not None or top_k < vocab_size, settings is not None or top_p < 1",
-        "by_k, by_p = settings is not None or top_k < vocab_size, settings is not None or top_p < 2", 0,
-    ): "the kernel asks the number itself; the constant leaves out code that would do nothing",
-    (
         "kernels/trees/growing_kernel.py", "_offer_children",
         "largest = tl.load(keys_ptr, mask=alive, other=0.0)",
         "largest = tl.load(keys_ptr, mask=alive, other=1.0)", 0,
@@ -131,11 +121,6 @@ EQUIVALENT = {  # mutants by their keys, and why no test can find them
         "token = tl.load(tokens_ptr + node, mask=here, other=0, volatile=True)",
         "token = tl.load(tokens_ptr + node, mask=here, other=(-1), volatile=True)", 0,
     ): "nothing is stored of places that are not there",
-    (
-        "kernels/trees/levels.py", "launch_place",
-        "N=nodes, DRAWS=0 if drawn is None else drawn.tokens.shape[1],",
-        "N=nodes, DRAWS=1 if drawn is None else drawn.tokens.shape[1],", 0,
-    ): "not looked at where nothing was drawn",
     (
         "kernels/noise.py", "seed_arguments",
         'return {"seed_ptr": seed, "seed_low": 0, "seed_high": 0}',
@@ -152,16 +137,6 @@ EQUIVALENT = {  # mutants by their keys, and why no test can find them
         "if BLOCK_N == 31:", 0,
     ): "a second word is loaded, of which no bit is taken",
     (
-        "kernels/attention/masks.py", "_launch_pack",
-        "window=0 if window is None else window, HAS_WINDOW=window is not None, num_warps=1,",
-        "window=1 if window is None else window, HAS_WINDOW=window is not None, num_warps=1,", 0,
-    ): "not looked at without a window",
-    (
-        "speculative/decoding/step.py", "new_step",
-        "tree, device = plan.tree if depth > 0 else ROOT, plan.target.device",
-        "tree, device = plan.tree if depth >= 0 else ROOT, plan.target.device", 0,
-    ): "of no levels is the root alone, as the top of any static tree",
-    (
         "speculative/decoding/sequences.py", "Sequences.begin",
         "self.seen[:batch].scatter_(1, prompt.where(place <= ends, root[:, None]), True)",
         "self.seen[:batch].scatter_(1, prompt.where(place < ends, root[:, None]), True)", 0,
@@ -177,6 +152,20 @@ LINKS = {  # where the packages lie, as setup.py's links have them
     "heavypath/__init__.py": ROOT / "speculative/package/__init__.py",
     "heavypath/kernels": ROOT / "kernels",
     "heavypath/speculative": ROOT / "speculative",
+    (
+        "kernels/verifying/decision.py",
+        "decide",
+        "helping = helpers(device) if passes else 0",
+        "helping = helpers(device) if not (passes) else 0",
+        0,
+    ): "helpers change no result, and the interpreter has none",
+    (
+        "kernels/verifying/distributions.py",
+        "unread",
+        "return Distribution(row_ptr, 0.0, 0.0, temperature, cut, end)",
+        "return Distribution(row_ptr, (-1.0), 0.0, temperature, cut, end)",
+        0,
+    ): "the largest logit is set before it is read",
 }
 
 
