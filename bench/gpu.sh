@@ -4,9 +4,9 @@
 #
 #   bash bench/gpu.sh OUTDIR [PART | all] [PYTHON]
 #
-#   first      what decides about the rest, in seven minutes: what is installed, how fast a copy, all weights of a target,
-#              and products of few rows are, whether texts are those of a CPU and steps become CUDA graphs, each kernel
-#              beside its reference, and one line of large.py
+#   first      what decides about the rest: what is installed, how fast a copy, all weights of an 8B target and products
+#              of few rows are, whether texts are those of a CPU and steps become CUDA graphs, each kernel beside its
+#              reference, and one line of large.py
 #   tests      a CUDA graph writes the text of the eager step, and the tests of decoding and of a step's usual kernels
 #   others     the tests of all other kernels
 #   large      large.py: decoding at the shapes of Llama-2-7B, with its phases and kernels, beside what was predicted
@@ -113,7 +113,8 @@ run_first() {
     step first-machine 30 bash -c 'nvidia-smi; gcc --version | head -1; command -v compute-sanitizer ncu nvcc
         "$0" -m pip list | grep -iE "^(setuptools|pytest|hypothesis|numpy|numba|cuda|nvidia)"; df -h . | tail -1; nproc
         "$0" -c "import heavypath; print(heavypath.__version__, heavypath.__path__)"' "$python"
-    step weight-stream 90 "$python" bench/weight_stream.py --json "$out/weight_stream.json" "${mini[@]}"
+    step weight-stream 60 "$python" bench/weight_stream.py --shape llama-8b --rows 64 16 --json "$out/weight_stream.json" \
+        "${mini[@]}"
     kernel linear 90 -k "not 6144 and not 28672 and not 14336 and not 128256" # those of an 8B model come later
     step first-texts 150 "${played[@]}" env HEAVYPATH_NATIVE=0 "${pytest[@]}" "${named[@]}" -m gpu tests/core/test_first_on_gpu.py
     [ -n "$small" ] && few=(-k "by_hand or one_launch or do_not_fit or stand_alone")

@@ -12,9 +12,8 @@ ahead A/S  the pass, which requests A megabytes of the next weight during attent
 copy       the share of a large copy's bytes a second at which the weights are read
 gain       the time of the pass over this one's
 
-At the end it prints what AHEAD in kernels/layers/measured.py has of these results: the amounts with the best geometric
-mean of the gains over all rows and shapes, if that is at least LEAST_GAIN. Without a GPU only --miniature runs, with no
-requests.
+At the end it prints a line for AHEAD in kernels/layers/measured.py: the amounts with the best geometric mean of the
+gains over all rows and shapes, if that is at least LEAST_GAIN. Without a GPU only --miniature runs, with no requests.
 """
 
 import argparse

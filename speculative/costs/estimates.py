@@ -32,7 +32,8 @@ from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.names import load
 
 # Costs of a row after the first, and of each of many rows, as shares of the time in which the weight is read. Weights
-# of two bytes are read in half the time. `bench/native.py` measures them.
+# of two bytes are read in half the time. `bench/native.py` measures them: with up to 8 rows ROW is 0.05 to 0.07 for
+# SmolLM2, and 0.08 to 0.11 for the shipped target.
 ROW = {"float32": 0.09, "bfloat16": 0.18}
 MULTIPLY = {"float32": 0.175, "bfloat16": 0.35}
 BANDWIDTH = 48e9  # bytes per second, with two or more threads; one had 30e9 on a quiet machine, and 16e9 on a busy one
