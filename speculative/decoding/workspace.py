@@ -17,7 +17,7 @@ from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Step, Stepped, StepPlan
 from heavypath.speculative.drafts.changes import LogitChange
-from heavypath.speculative.drafts.draft import NO_DRAFT, Drafting
+from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import host_can_read
 from heavypath.speculative.models.text_cache import ModelRows, TextCache
@@ -179,47 +179,21 @@ class Workspace:
         batch = len(request.prompt)
         self.order = [*range(batch)] if order is None else order
         members = torch.tensor(self.order, device=request.prompt.device)
-        prompt = request.prompt[members]
+        self._put(request, members)
+        before_roots = request.prompt[members, :-1]
         lengths = request.lengths[members]
-        self.state.begin(
-            prompt,
-            lengths,
-            new_tokens=request.max_new_tokens,
-            stops=request.stops,
-            sequence_ids=request.sequence_ids[members],
-            seed=request.seed,
-            members=members,
-        )
-        self.changes = ()
-        if request.processors is not None:
-            self.changes = (load("ProcessedSteps").of(request),)
-        before_roots = prompt[:, :-1]
-        width = before_roots.shape[1]
         draft = plan.draft
         rests = draft is not NO_DRAFT and plan.tree.depth == 0  # such a draft reads nothing until it drafts
         self._behind = dict.fromkeys(range(batch), 0) if rests else {}
         _, target_cache, draft_cache = self.first(batch)
         target_cache.begin(lengths - 1)
         draft_cache.begin(lengths - 1)
-        if width == 0 and request.inputs is None:
+        if before_roots.shape[1] == 0 and request.inputs is None:
             yield [0] * batch
             return
-        past = request.past
         ends = (lengths - 1).tolist()
-        shared = None if past is None else past.shared(before_roots, ends)
-
-        def copied(model: Drafting, cache: RowCache) -> list[int]:
-            return [0] * batch if shared is None else shared.copy_rows(model, cache)
-
         parts = draft.parts(draft_cache)
-        in_parts = [[0] * batch if part.forward is None else copied(part.forward, cache) for part, cache in parts]
-        readers = [number for number, (part, _) in enumerate(parts) if part.reads_target]
-        if shared is not None:  # a head must have cached all tokens that the target does not compute again
-            most = zip(shared.lengths, *(in_parts[reader] for reader in readers), strict=True)
-            shared = shared.limited([min(each) for each in most])
-        cached = copied(self._target, target_cache)
-        for reader in readers:  # the last entry depends on the next token, which may be another one now
-            in_parts[reader] = [max(0, rows - 1) for rows in cached]
+        cached, in_parts = self._copy_past(request.past, before_roots, ends, parts)
         rows_of_pass = rows_of_a_pass(plan, alone=request.inputs is not None)
         blocks = blocks_of(ends, cached, rows_of_pass)
         reused = [
@@ -248,6 +222,46 @@ class Workspace:
                 piecewise.prefill(texts, own, starts)
                 yield reused
         yield reused
+
+    def _put(self, request: Request, members: Tensor) -> None:
+        """Put the state of a request's sequences into the first slots; members: LongTensor[B], of each slot its one."""
+        self.state.begin(
+            request.prompt[members],
+            request.lengths[members],
+            new_tokens=request.max_new_tokens,
+            stops=request.stops,
+            sequence_ids=request.sequence_ids[members],
+            seed=request.seed,
+            members=members,
+        )
+        self.changes = ()
+        if request.processors is not None:
+            self.changes = (load("ProcessedSteps").of(request),)
+
+    def _copy_past(
+        self, past: TextCache | None, texts: Tensor, ends: list[int], parts: Sequence[tuple[Any, Any]]
+    ) -> tuple[list[int], list[list[int]]]:
+        """Copy the rows that `past` has of texts LongTensor[B, T], of which the first `ends` tokens count.
+
+        parts: those of the draft, with their caches
+
+        Returns how many rows the target's cache then has of each text, and how many that of each part.
+        """
+        batch = len(texts)
+        if past is None:
+            return [0] * batch, [[0] * batch for _ in parts]
+        shared = past.shared(texts, ends)
+        in_parts = [
+            [0] * batch if part.forward is None else shared.copy_rows(part.forward, cache) for part, cache in parts
+        ]
+        readers = [number for number, (part, _) in enumerate(parts) if part.reads_target]
+        # A head must have cached all tokens that the target does not compute again.
+        most = zip(shared.lengths, *(in_parts[reader] for reader in readers), strict=True)
+        shared = shared.limited([min(each) for each in most])
+        cached = shared.copy_rows(self._target, self.first(batch)[1])
+        for reader in readers:  # the last entry depends on the next token, which may be another one now
+            in_parts[reader] = [max(0, rows - 1) for rows in cached]
+        return cached, in_parts
 
     def rest_or_catch_up(self, request: Request, before: StepPlan, after: StepPlan, slots: int) -> None:
         """Let the draft rest, or catch up, when steps change from one plan to another; waits for the device.
