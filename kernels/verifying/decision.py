@@ -46,6 +46,7 @@ from heavypath.kernels.verifying.drafted_tree import (
     coins_of,
     cut_arguments,
     equal_contexts,
+    first_of_token,
     launch,
     nodes_of,
     ranks_of,
@@ -226,8 +227,8 @@ def _decide_kernel(
     else:
         child &= parent == node
     has_children = tl.max(child.to(tl.int32)) > 0
-    first = tl.argmax(child.to(tl.int32), 0)
-    source = tl.max(tl.where(index == first, parent, 0))  # the node from whose draft row the children were drawn
+    any_child = tl.argmax(child.to(tl.int32), 0)
+    source = tl.max(tl.where(index == any_child, parent, 0))  # the node from whose draft row the children were drawn
 
     target_row = target_ptr + batch.to(tl.int64) * target_batch_stride + node.to(tl.int64) * target_stride
     draft_row = draft_ptr + batch.to(tl.int64) * draft_batch_stride + source.to(tl.int64) * draft_stride
@@ -247,8 +248,11 @@ def _decide_kernel(
             noise_row = batch.to(tl.int64) * N + parent
         coin = coins_of(rank, noise_row, seed_ptr, seed_low, seed_high)
         order = tl.where(child, rank * N + index, NONE)
+        first = child
+        if leaves_out:
+            first = first_of_token(token, index, order, N)
 
-        target, target_outside, usable = normalized(target, part_ptr, V, token, left_out, leaves_out, FILTERED, CHUNKS)
+        target, target_outside, usable = normalized(target, part_ptr, token, first, leaves_out, FILTERED, CHUNKS)
         choice = tl.where(usable, -1, -2)
         log_multiple = tl.full([], float("-inf"), tl.float32)
         share = tl.full([], 1.0, tl.float32)
@@ -260,7 +264,7 @@ def _decide_kernel(
                 draft_outside = tl.full([], float("-inf"), tl.float32)
             else:
                 draft, draft_outside, draft_usable = normalized(
-                    draft, part_ptr + 2 * CHUNKS, V, token, left_out, leaves_out, DRAFT_FILTERED, CHUNKS
+                    draft, part_ptr + 2 * CHUNKS, token, first, leaves_out, DRAFT_FILTERED, CHUNKS
                 )
                 choice = tl.where(draft_usable, choice, -2)
             x = tl.load(target_row + token, mask=child, other=float("-inf")).to(tl.float32)
@@ -300,6 +304,7 @@ def _decide_kernel(
                     token,
                     index,
                     order,
+                    first,
                     coin,
                     log_p,
                     log_q,
@@ -322,6 +327,7 @@ def _decide_kernel(
                     token,
                     index,
                     order,
+                    first,
                     coin,
                     log_p,
                     log_q,

@@ -154,10 +154,10 @@ def store_part(distribution, part_ptr, chunk, V, token, left_out, FILTERED: tl.c
 
 @triton.jit
 def normalized(
-    unnormalized, part_ptr, V, token, left_out, LEAVES_OUT: tl.constexpr, FILTERED: tl.constexpr, CHUNKS: tl.constexpr
+    unnormalized, part_ptr, token, left_out, LEAVES_OUT: tl.constexpr, FILTERED: tl.constexpr, CHUNKS: tl.constexpr
 ):
     """Return the distribution of a row from its stored parts, log2 of its mass outside left_out children, and whether
-    the row has a distribution."""
+    the row has a distribution. No two children that are left out have the same token."""
     scale = softmax_scale(unnormalized.temperature)
     chunk = tl.arange(0, triton.next_power_of_2(CHUNKS))
     parts = tl.load(part_ptr + chunk, mask=chunk < CHUNKS, other=LOWEST, cache_modifier=".cg")
@@ -171,11 +171,7 @@ def normalized(
         if FILTERED:
             x = filtered(x, token, unnormalized.cut, unnormalized.end)
         largest = tl.maximum(largest, tl.max(x))
-        total = outside * tl.exp2((outside_largest - largest) * scale) + tl.sum(tl.where(x != x, x, 0.0))  # or NaN
-        out = tl.min(tl.where(left_out, token, V))
-        while out < V:  # token by token, so that a token of several children counts once
-            total += tl.exp2((tl.max(tl.where(left_out & (token == out), x, float("-inf"))) - largest) * scale)
-            out = tl.min(tl.where(left_out & (token > out), token, V))
+        total = outside * tl.exp2((outside_largest - largest) * scale) + tl.sum(tl.exp2((x - largest) * scale))
     usable = total > 0
     log_total = tl.log2(tl.where(usable, total, 1.0))
     log_outside = (outside_largest - largest) * scale + tl.log2(outside) - log_total

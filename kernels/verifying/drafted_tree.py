@@ -12,7 +12,7 @@ from heavypath.kernels.implementation import in_rows
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.nodes import Nodes, VerifyInputs
 from heavypath.kernels.noise import Noise, Stream, philox_words, seed_arguments, seed_words
-from heavypath.kernels.verifying.distributions import LANES
+from heavypath.kernels.verifying.distributions import LANES, NONE
 
 _ACCEPT = tl.constexpr(int(Stream.ACCEPT))
 
@@ -49,6 +49,18 @@ def equal_contexts(parent, token, node, parents_ptr, tokens_ptr):
         parent = tl.load(parents_ptr + parent, mask=there, other=-1).to(tl.int32)
         node = tl.load(parents_ptr + node).to(tl.int32)
     return equal & (parent == node)
+
+
+@triton.jit
+def first_of_token(token, index, order, N):
+    """Which children have a token that no earlier one has. order: of each child, NONE for other nodes."""
+    first = order < NONE
+    next_order = tl.min(order)
+    while next_order < NONE:
+        its_token = tl.sum(tl.where(index == next_order % N, token, 0))
+        first &= (token != its_token) | (order <= next_order)
+        next_order = tl.min(tl.where(first & (order > next_order), order, NONE))
+    return first
 
 
 @triton.jit

@@ -96,6 +96,7 @@ def try_held(
     token,
     index,
     order,
+    first,
     coin,
     log_p,
     log_q,
@@ -118,7 +119,7 @@ def try_held(
     tokens_at_restart = tl.full([], 0.0, tl.float32) + V  # V is not a tensor if it is 1
     next_order = tl.where(choice == -1, tl.min(order), NONE)
     while next_order < NONE:
-        is_child, drawable, ratio, log_q_mass, restarts, log_p_mass, rest = offer_at_node(
+        is_child, alike, drawable, ratio, log_q_mass, restarts, log_p_mass, rest = offer_at_node(
             next_order,
             left_out_ptr,
             target_outside,
@@ -128,6 +129,7 @@ def try_held(
             token,
             index,
             order,
+            first,
             log_p,
             log_q,
             passed,
@@ -145,7 +147,7 @@ def try_held(
             choice = child
             next_order = NONE
         elif drawable:
-            passed = tl.where(is_child, 1, passed)
+            passed = tl.where(alike, 1, passed)
             weights = tl.where(is_child, chance, weights)
             log_multiple = add_logs(log_multiple, tl.log2(inverse_c) - log_q_mass)
             if (next_order < NONE) | (held > 0):

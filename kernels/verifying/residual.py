@@ -140,20 +140,22 @@ def log_sum(logs, where, also):
 
 
 @triton.jit
-def undrawn(left_out_ptr, V, index, order, passed, log_q, draft_outside, rest, POINT_MASSES: tl.constexpr):
+def undrawn(left_out_ptr, V, index, order, first, passed, log_q, draft_outside, rest, POINT_MASSES: tl.constexpr):
     """Return log2 R before the next child. Restart if the children `passed` have used up the draft's support.
 
+    first: as `first_of_token`, so that a token of several children counts once. A child that is passed over is `passed`
+    with all that have its token.
     rest: log2 l; and since the last restart `uniform_log_q` as in `distributions`, the number of tokens left then, and
     the children passed before it. Returns log2 R, whether the offers restart, and the new `rest`; these children are
     also stored at left_out_ptr, for programs that share a pass.
     """
     log_multiple, uniform_log_q, tokens_at_restart, left_out = rest
-    tokens_left = V - tl.sum(passed).to(tl.float32)
+    tokens_left = V - tl.sum(tl.where(first, passed, 0)).to(tl.float32)
     log_q_mass = tl.full([], 0.0, tl.float32)
     if POINT_MASSES:
         log_q_mass = tl.full([], float("-inf"), tl.float32)
     elif tl.max(passed) > 0:
-        open = (order < NONE) & (passed == 0)
+        open = first & (passed == 0)
         if uniform_log_q > 0:
             log_q_mass = log_sum(log_q, open, draft_outside)
         else:
@@ -180,6 +182,7 @@ def offer_at_node(
     token,
     index,
     order,
+    first,
     log_p,
     log_q,
     passed,
@@ -190,9 +193,9 @@ def offer_at_node(
 ):
     """Offer the child at `next_order`, after the children `passed`; log_p_mass is as in `distributions`.
 
-    rest: as in `undrawn`, which also says what is stored at left_out_ptr. Returns where the child is, whether the draft
-    could have drawn it, max(P - l Q, 0) R / Q with P over the tokens left, log2 R, whether the offers restart, and the
-    new log_p_mass and `rest`.
+    rest: as in `undrawn`, which also says what `first` is and what is stored at left_out_ptr. Returns where the child
+    is, which children have its token, whether the draft could have drawn it, max(P - l Q, 0) R / Q with P over the
+    tokens left, log2 R, whether the offers restart, and the new log_p_mass and `rest`.
     """
     is_child = index == next_order % N
     child_p = tl.sum(tl.where(is_child, log_p, 0.0))
@@ -200,14 +203,15 @@ def offer_at_node(
     log_q_mass = tl.full([], 0.0, tl.float32)
     restarts = tl.full([], 0, tl.int1)
     is_new = tl.full([], 1, tl.int32)  # no sibling that was passed has the same token
+    alike = is_child
     if POINT_MASSES or not REPLACEMENT:
-        child_token = tl.sum(tl.where(is_child, token, 0))
-        is_new = tl.min(tl.where((passed > 0) & (token == child_token), 0, 1))
+        alike = (order < NONE) & (token == tl.sum(tl.where(is_child, token, 0)))
+        is_new = 1 - tl.sum(tl.where(is_child, passed, 0))
         log_q_mass, restarts, rest = undrawn(
-            left_out_ptr, V, index, order, passed, log_q, draft_outside, rest, POINT_MASSES
+            left_out_ptr, V, index, order, first, passed, log_q, draft_outside, rest, POINT_MASSES
         )
         if restarts:
-            open = (order < NONE) & (passed == 0)
+            open = first & (passed == 0)
             log_p_mass = tl.maximum(log_sum(log_p, open, target_outside), LOWEST)
         _, uniform_log_q, _, _ = rest
         if uniform_log_q <= 0:
@@ -216,7 +220,7 @@ def offer_at_node(
     log_multiple, _, _, _ = rest
     # In an order in which nothing overflows.
     ratio = tl.exp2(child_p - log_p_mass - child_q + log_q_mass) - tl.exp2(log_multiple + log_q_mass)
-    return is_child, drawable, tl.maximum(ratio, 0.0), log_q_mass, restarts, log_p_mass, rest
+    return is_child, alike, drawable, tl.maximum(ratio, 0.0), log_q_mass, restarts, log_p_mass, rest
 
 
 @triton.jit
@@ -232,6 +236,7 @@ def try_rejection(
     token,
     index,
     order,
+    first,
     coin,
     log_p,
     log_q,
@@ -244,9 +249,9 @@ def try_rejection(
 ):
     """Recursive rejection at one node.
 
-    passes: the node's `SharedPass`. Returns the accepted child (`choice` if there is none); log2 l, log_p_mass and
-    uniform_log_q, as in `distributions`; and which children were rejected before the last restart. The last is also
-    stored at left_out_ptr, for programs that share a pass.
+    passes: the node's `SharedPass`; first: as `first_of_token`. Returns the accepted child (`choice` if there is
+    none); log2 l, log_p_mass and uniform_log_q, as in `distributions`; and which children were rejected before the last
+    restart. The last is also stored at left_out_ptr, for programs that share a pass.
     """
     log_multiple = tl.full([], float("-inf"), tl.float32)
     log_p_mass = tl.full([], 0.0, tl.float32)
@@ -257,7 +262,7 @@ def try_rejection(
     tokens_at_restart = tl.full([], 0.0, tl.float32) + V  # V is not a tensor if it is 1
     next_order = tl.where(choice == -1, tl.min(order), NONE)
     while next_order < NONE:
-        is_child, drawable, ratio, log_q_mass, restarts, log_p_mass, rest = offer_at_node(
+        is_child, alike, drawable, ratio, log_q_mass, restarts, log_p_mass, rest = offer_at_node(
             next_order,
             left_out_ptr,
             target_outside,
@@ -267,6 +272,7 @@ def try_rejection(
             token,
             index,
             order,
+            first,
             log_p,
             log_q,
             rejected,
@@ -284,7 +290,7 @@ def try_rejection(
             choice = child
             next_order = NONE
         elif drawable:
-            rejected = tl.where(is_child, 1, rejected)
+            rejected = tl.where(alike, 1, rejected)
             if POINT_MASSES:
                 left_out = rejected
             else:

@@ -61,6 +61,7 @@ def weigh_children(
     token,
     index,
     order,
+    first,
     chained,
     log_p,
     log_q,
@@ -74,9 +75,10 @@ def weigh_children(
 ):
     """Offer all children of a node of this weight.
 
-    passes: the node's `SharedPass`; chained: whether a child has a chain. The children's weights are stored as soon as
-    they are known. Returns the chance to end at the node, log2 l, `uniform_log_q` as in `distributions`, and which
-    children's tokens are no longer part of P. The last is also stored at left_out_ptr, for programs that share a pass.
+    passes: the node's `SharedPass`; first: as `first_of_token`; chained: whether a child has a chain. The children's
+    weights are stored as soon as they are known. Returns the chance to end at the node, log2 l, `uniform_log_q` as in
+    `distributions`, and which children's tokens are no longer part of P. The last is also stored at left_out_ptr, for
+    programs that share a pass.
     """
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
     log_multiple = tl.full([], float("-inf"), tl.float32)
@@ -96,9 +98,8 @@ def weigh_children(
         this_token = tl.sum(tl.where(one, token, 0))
         this_p = tl.sum(tl.where(one, log_p, 0.0))
         this_q = tl.sum(tl.where(one, log_q, 0.0))
-        again = (
-            tl.max(tl.where((order < NONE) & (token == this_token), passed, 0)) > 0
-        )  # an earlier sibling has the same token
+        alike = (order < NONE) & (token == this_token)
+        again = tl.sum(tl.where(one, passed, 0)) > 0  # an earlier sibling has the same token
         log_mass = tl.full([], 0.0, tl.float32)
         here = this_q > float("-inf")
         if leaves_out:
@@ -107,6 +108,7 @@ def weigh_children(
                 V,
                 index,
                 order,
+                first,
                 passed,
                 log_q,
                 draft_outside,
@@ -130,12 +132,12 @@ def weigh_children(
                 leaving = tl.full([], 0.0, tl.float32)
                 next_order = NONE
             else:
-                passed = tl.where(one, 1, passed)
+                passed = tl.where(alike, 1, passed)
                 share = 1 - taken if HELD else tl.full([], 1.0, tl.float32)
                 emitted = tl.full([], 1.0, tl.float32)  # S; its value does not matter if nothing else is left
                 if POINT_MASSES:
                     left_out = passed
-                    open = (order < NONE) & (passed == 0)
+                    open = first & (passed == 0)
                     emitted = factor * tl.exp2(log_sum(log_p, open, target_outside))
                 else:
                     log_multiple = add_logs(log_multiple, -tl.log2(factor) - log_mass)

@@ -44,6 +44,7 @@ from heavypath.kernels.verifying.drafted_tree import (
     coins_of,
     cut_arguments,
     equal_contexts,
+    first_of_token,
     launch,
     nodes_of,
     ranks_of,
@@ -123,12 +124,14 @@ def _normalize_kernel(
     if has_children and not POINT_MASSES:
         store_part(draft, part_ptr + 2 * CHUNKS, chunk, V, token, left_out, DRAFT_FILTERED, CHUNKS)
     if is_last(tickets_ptr + place, CHUNKS):
-        target, target_outside, usable = normalized(target, part_ptr, V, token, left_out, LEAVES_OUT, FILTERED, CHUNKS)
+        if LEAVES_OUT:
+            left_out = first_of_token(token, index, tl.where(child, index, NONE), N)
+        target, target_outside, usable = normalized(target, part_ptr, token, left_out, LEAVES_OUT, FILTERED, CHUNKS)
         draft_outside = tl.full([], float("-inf"), tl.float32)
         draft_usable = tl.full([], 1, tl.int32)
         if has_children and not POINT_MASSES:
             draft, draft_outside, drawable = normalized(
-                draft, part_ptr + 2 * CHUNKS, V, token, left_out, LEAVES_OUT, DRAFT_FILTERED, CHUNKS
+                draft, part_ptr + 2 * CHUNKS, token, left_out, LEAVES_OUT, DRAFT_FILTERED, CHUNKS
             )
             draft_usable = drawable.to(tl.int32)
         facts_ptr += place * FACTS
@@ -203,6 +206,9 @@ def _lead(
             store_distributions(own_facts_ptr, own_marks_ptr, target, draft, source)
         rank = ranks_of(parent, index, parents_ptr, ranks_ptr, batch * ranks_stride, N, HAS_RANKS)
         order = tl.where(child, rank * N + index, NONE)
+        first = child
+        if leaves_out:
+            first = first_of_token(token, index, order, N)
         x = tl.load(target_row + token, mask=child, other=float("-inf")).to(tl.float32)
         log_p = log_prob(target, x, token, FILTERED)
         log_q = tl.full([index.shape[0]], float("-inf"), tl.float32)
@@ -215,7 +221,7 @@ def _lead(
             Below(counters_ptr, root, states_ptr + root * STATES),
             left_out_ptr + root, target, draft,
             tl.load(states + STATE_TARGET_OUTSIDE), tl.load(states + STATE_DRAFT_OUTSIDE), V, N, token, index, order,
-            tl.load(traits_ptr + (root + index) * TRAITS + TRAIT_STAGE, mask=child, other=0), log_p, log_q,
+            first, tl.load(traits_ptr + (root + index) * TRAITS + TRAIT_STAGE, mask=child, other=0), log_p, log_q,
             tl.load(states + STATE_WEIGHT, cache_modifier=".cg"),
             REPLACEMENT, HELD, POINT_MASSES, FILTERED, DRAFT_FILTERED, PIECES,
         )  # fmt: skip

@@ -48,6 +48,15 @@ def test_point_masses_and_drafts_that_are_used_up_agree(method):
             assert Problem(TREES["3-ary"], method, PLAIN, drafted, batch=1, vocab_size=4, noise=3.0, seed=seed).agrees()
 
 
+@pytest.mark.parametrize("drafted", [PLAIN, Filters(0.0)], ids=["drawn", "point masses"])
+@pytest.mark.parametrize("method", ["without_replacement", "held", "traversal", "held_traversal"])
+def test_a_token_of_several_distinct_siblings_counts_once(method, drafted):
+    """No draft draws such siblings without replacement, but a caller may give them."""
+    problem = Problem(TokenTree([-1, 0, 0, 0, 0]), method, PLAIN, drafted, vocab_size=4, batch=16)
+    problem.tokens[:, 1:] = torch.tensor([2, 1, 1, 1])
+    assert problem.agrees()
+
+
 @SLOW
 @pytest.mark.parametrize("method", VERIFICATION_METHODS)
 def test_the_kernels_accept_what_the_reference_accepts_in_random_trees(method):
