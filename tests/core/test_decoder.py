@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 from families import tiny
-from tiny_models import assert_same_text, tiny_llama, transformers_greedy
+from tiny_models import assert_same_text, tiny_llama
 
 from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder, TokenTree, load_demo_pair
 from heavypath.speculative.demo import demo_prompts
@@ -40,28 +40,6 @@ def test_a_batch_counts_the_steps_and_tokens_of_each_sequence(tiny_pair):
     assert stats.steps == sum(each.steps for each in alone)
     assert len({*stats.tokens_of.tolist()}) > 1
     assert "of each sequence" in str(stats)
-
-
-@pytest.mark.parametrize("method", ["sequoia", "dyspec"])
-def test_the_last_position_can_be_used(method, tiny_pair):
-    target, draft = tiny_pair
-    prompt = torch.randint(0, 7, (1, 50))
-    out = SpeculativeDecoder(target, draft, method).generate(prompt, max_new_tokens=14)
-    assert_same_text(target, out.sequences, transformers_greedy(target, prompt, 14))
-    assert out.sequences.shape == (1, 64)
-
-
-def test_a_decoder_says_what_it_is(tiny_pair):
-    target, draft = tiny_pair[:2]
-    name = "SpeculativeDecoder(target=LlamaForCausalLM, draft="
-    assert repr(SpeculativeDecoder(target, draft)) == f"{name}LlamaForCausalLM, method='sequoia', tree=5 nodes)"
-    assert (
-        repr(SpeculativeDecoder(target, None, "autoregressive"))
-        == f"{name}None, method='autoregressive', tree=1 nodes)"
-    )
-    assert "draft=PromptLookup, method='dyspec', tree=9 nodes" in repr(
-        SpeculativeDecoder(target, PromptLookup(), "dyspec", tree_size=9, width=2, max_depth=4)
-    )
 
 
 def test_a_decoder_can_be_copied_and_sent_to_another_process(tiny_pair):
@@ -111,31 +89,22 @@ def with_nan(model):
     (lambda t, d: SpeculativeDecoder(t, d, "medusa"), "method must be one of autoregressive, .* got 'medusa'"),
     (lambda t, d: SpeculativeDecoder(t, None, "sequoia"), "method 'sequoia' needs a draft model, got None"),
     (lambda t, d: SpeculativeDecoder(t, tiny_llama(0, 9)), "share one vocabulary, got 7 and 9 tokens"),
-    (lambda t, d: SpeculativeDecoder(with_nan(tiny_llama(0)), d), "target has NaN .* model.layers.0.mlp.up"),
     (lambda t, d: SpeculativeDecoder(t, with_nan(tiny_llama(0))), "draft has NaN"),
     (lambda t, d: SpeculativeDecoder(t, d, tree_size=1), "tree_size counts the root and must be in 2 .. 2048, got 1"),
-    (lambda t, d: SpeculativeDecoder(t, d, tree=[-1, 0]), "tree must be a TokenTree, got list"),
     (lambda t, d: SpeculativeDecoder(t, d, draft_top_p=0.0), "draft_top_p must be"),
     (lambda t, d: SpeculativeDecoder(t, d, acceptance=[]), "not empty"),
     (lambda t, d: SpeculativeDecoder(t, d, acceptance=[[0.9, 0.4]]), "rows that sum to at most 1"),
     (lambda t, d: SpeculativeDecoder(t, d, "chain", width=2), "'chain' has no option 'width'; it has threshold"),
     (lambda t, d: SpeculativeDecoder(t, d, "autoregressive", width=2), "it has none but tree_size"),
-    (lambda t, d: SpeculativeDecoder(t, d, "dyspec", confidence="high"), "a Confidence or 'draft', got 'high'"),
-    (lambda t, d: SpeculativeDecoder(t, d, "dyspec", width=0), "width must be at least 1, got 0"),
     (lambda t, d: SpeculativeDecoder(t, d, "dyspec", threshold=1.5), r"threshold must be in \[0, 1\], got 1.5"),
-    (lambda t, d: SpeculativeDecoder(t, d, "chain", threshold=-0.5), r"threshold must be in \[0, 1\], got -0.5"),
-    (lambda t, d: SpeculativeDecoder(t, d, "chain", threshold="low"), "threshold must be a number, got 'low'"),
     (lambda t, d: SpeculativeDecoder(t, d, "specinfer", width=0), "width must be at least 1, got 0"),
     (lambda t, d: SpeculativeDecoder(t, d, "rsd-c", width=0), "width must be at least 1, got 0"),
-    (lambda t, d: SpeculativeDecoder(t, d, "dyspec", width=2.5), "width must be an integer, got 2.5"),
-    (lambda t, d: SpeculativeDecoder(t, d, "rsd-c", max_depth="2"), "max_depth must be an integer, got '2'"),
     (lambda t, d: SpeculativeDecoder(t, d, "rsd-c", branching=[2] * 40), "at most 2048 nodes, got 2199023255551"),
     (lambda t, d: SpeculativeDecoder(t, d, acceptance=0.5), r"\[child\] or \[depth, child\], .* got shape \[\]"),
     (lambda t, d: SpeculativeDecoder(t, d, "dyspec", tree=TokenTree.chain(2)), "'dyspec' grows its trees"),
     (lambda t, d: SpeculativeDecoder(t, d, tree=TokenTree.chain(2), tree_size=4), "leave out tree_size"),
     (lambda t, d: SpeculativeDecoder(t, EarlyExit(2)), r"must leave 1 .. 1 layers, got 2"),
     (lambda t, d: SpeculativeDecoder(tiny("gpt2"), EarlyExit(1)), "needs a target of type llama, .*; got 'gpt2'"),
-    (lambda t, d: SpeculativeDecoder(t, d, num_beams=4), "num_beams"),
     (lambda t, d: PromptLookup(2, 3), "min_ngram <= max_ngram, got 3 and 2"),
 ])  # fmt: skip
 @pytest.mark.few(5)
@@ -145,26 +114,16 @@ def test_models_and_options_that_do_not_fit_are_refused(build, message, tiny_pai
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"input_ids": [[1, 2]]}, r"input_ids must be a LongTensor \[B, T\], got list"),
-    ({"input_ids": torch.tensor([1, 2])}, r"LongTensor \[B, T\], got torch.int64 \[2\]"),
     ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "at least one token"),
     ({"input_ids": torch.tensor([[7]])}, r"input_ids must be in 0 .. 6, got 7 .. 7"),
     ({"max_new_tokens": 64}, r"need 65 positions \(2 \+ 64 - 1: .*\), but target has 64"),
-    ({"seed": 1.5}, "seed must be an integer, got 1.5"),
-    ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer, got 2.5"),
-    ({"eos_token_id": "a"}, "eos_token_id must be an integer, got 'a'"),
-    ({"sequence_ids": [3]}, r"sequence_ids must be a LongTensor \[1\], got list"),
-    ({"attention_mask": [[1, 1]]}, "attention_mask must be a tensor, got list"),
     ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
     ({"temperature": -0.5}, "temperature must be .* got -0.5"),
-    ({"top_p": 0.0}, r"top_p must be .* \(0, 1\], got 0.0"),
-    ({"top_k": -1}, "top_k must be .* got -1"),
     ({"attention_mask": torch.tensor([[1, 0]])}, r"attention_mask must .* \(left padding\)"),
     ({"sequence_ids": torch.tensor([1, 2])}, r"sequence_ids must be a LongTensor \[1\], got torch.int64 \[2\]"),
     ({"sequence_ids": torch.tensor([-1])}, "sequence_ids must be in 0 .. "),
     ({"eos_token_id": 7}, "eos_token_id must be in 0 .. 6, got 7"),
     ({"pad_token_id": -1}, "pad_token_id must be in 0 .. 6, got -1"),
-    ({"num_beams": 4}, "num_beams"),
     ({"do_sample": True}, "no option 'do_sample'; temperature above 0 samples"),
     ({"beams": 1}, "no option 'beams'; it has max_new_tokens, temperature, top_k"),
     ({"input_ids": torch.tensor([[1], [1]]), "streamer": object()}, "got one streamer for a batch of 2"),

@@ -13,7 +13,7 @@ import torch
 from in_time import in_time
 from own_drafts import Bigrams
 from played_graphs import STREAMS, Event, Stream
-from played_steps import PADDING, PROMPTS, Tape
+from played_steps import PROMPTS, Tape
 from tiny_models import small_llama, tiny_llama
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -195,25 +195,6 @@ def test_no_step_is_launched_behind_the_one_that_must_be_the_last(new, batch, as
     out = decoder.generate(PROMPTS[:batch], new, temperature=0.8, eos_token_id=None)
     assert runs == [batch] * new
     assert out.stats.steps_of.tolist() == [new] * batch
-
-
-@pytest.mark.slow
-def test_a_batch_closes_up_without_moving_rows_that_no_text_has(as_on_a_gpu, monkeypatch):
-    pair, swap, moved = (small_llama(1), small_llama(2)), Workspace.swap, []
-    options = {"attention_mask": PADDING, "max_new_tokens": 9, "temperature": 1.0, "eos_token_id": 2, "seed": 5}
-    expected = SpeculativeDecoder(*pair, tree_size=2).generate(PROMPTS, **options)
-    as_on_a_gpu()
-    decoder = SpeculativeDecoder(*pair, tree_size=2)
-
-    def watched(workspace, one, other, rows=None):
-        moved.append((rows, workspace.size.cache_rows, int(workspace.state.lengths.max())))
-        swap(workspace, one, other, rows)
-
-    monkeypatch.setattr(Workspace, "swap", watched)
-    out = decoder.generate(PROMPTS, **options)
-    assert torch.equal(out.sequences, expected.sequences)
-    assert moved
-    assert all(longest <= rows < 40 < have for rows, have, longest in moved)
 
 
 @pytest.mark.slow

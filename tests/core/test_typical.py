@@ -111,13 +111,6 @@ def test_the_next_token_is_a_draw_from_p_at_the_end_of_the_path():
     assert not torch.equal(out.next_token, other.next_token)
 
 
-def test_a_sequence_is_accepted_alike_alone_and_in_a_batch():
-    problem = Problem(TREES["3-ary"], vocab_size=7, batch=3, absent=0.2, seed=4)
-    together = problem.verified()
-    problem.tokens, problem.target = problem.tokens[:1], problem.target[:1]
-    assert all(torch.equal(one, three[:1]) for one, three in zip(problem.verified(), together, strict=True))
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_below_a_row_without_a_distribution_nothing_is_accepted(bad):
     """On a CPU the row is refused where the next token would be drawn from it."""

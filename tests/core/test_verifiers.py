@@ -8,7 +8,6 @@ import torch
 from profile_cases import profile_of
 
 from heavypath.speculative import LOSSLESS_METHODS, METHODS, SpeculativeDecoder, calibrate
-from heavypath.speculative.calibration import ways_to_draft
 from heavypath.speculative.comparison import compare
 from heavypath.speculative.methods import VERIFIERS, default_verifier, row_of
 
@@ -42,15 +41,6 @@ def test_without_a_verifier_a_method_has_that_of_the_kind_of_device(method, tiny
         message = f"needs children .* chain, .*; method '{method}' is verified by '.*': leave"
         with pytest.raises(ValueError, match=message):
             SpeculativeDecoder(*tiny_pair, method, verifier="held")
-
-
-def test_acceptance_is_counted_for_each_verifier():
-    assert {"without_replacement", "with_replacement", "kseq"} <= {
-        way.verification for way in ways_to_draft(1.0, "cuda")
-    }
-    held = {(way.verification, way.draw) for way in ways_to_draft(1.0, "cpu", "held")}
-    assert {name for name, _ in held} == {"held", "kseq", "race", "target_sample"}
-    assert {draw for name, draw in held if name == "held"} == {"without_replacement", "with_replacement"}
 
 
 @pytest.mark.usefixtures("any_noise")

@@ -38,15 +38,8 @@ config = target.config
 draft = MedusaHeads(MedusaConfig(8, 1, config.hidden_size, config.vocab_size, owns_lm_heads=True)).eval()
 """,
     "a block draft": """
-from heavypath import BlockHead
-from heavypath.speculative.drafts.blocks.config import BlockConfig
-width, vocab = target.config.hidden_size, target.config.vocab_size
-draft = BlockHead(BlockConfig(
-    kind="dflash", hidden_size=width, target_hidden_size=width, intermediate_size=24, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=8, vocab_size=vocab, draft_vocab_size=vocab, taps=(0, 1), layers=2,
-    head_norms=True, owns_lm_head=True, block_size=8, mask_token_id=3, from_root=True, causal=(True, False),
-    windows=(4, 6), term="dspark", options={"variant": "rnn", "rank": 4, "bias": False},
-)).requires_grad_(False).eval()
+from block_checkpoints import random_block
+draft = random_block(target)
 """,
     "a lookup with a processor, stop strings and a trace": """
 from pathlib import Path

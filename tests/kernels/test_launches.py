@@ -5,29 +5,37 @@ import json
 import pytest
 from fresh_python import BENCH, python
 
-# Every launch of random calls, with the interpreter off and a compiler that compiles nothing.
-SAME_VARIANT = """
+# With the interpreter off, and a compiler that compiles nothing; three helpers stand for a GPU's.
+BEGIN = """
 import random, sys
 sys.path.insert(0, BENCH)
 import torch
 from machine_code import all_on_gpu, compile_for
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
-from heavypath.kernels.attention import variant
-from heavypath.kernels.tree_attention import chain_attention, tree_attention
-from heavypath.kernels.attention.masks import pack_ancestors
+
+made, launched = [], []
 
 def compile_nothing(function, key, signature, device, *_):
     kernel = object.__new__(CompiledKernel)
     kernel.module = kernel.function = kernel.packed_metadata = None
     function.device_caches[device][0][key] = kernel
+    made.append(function.fn.__name__)
     return kernel
 
-launched, searched = [], 0
 compile_for(90, None)
 CompiledKernel.run = property(lambda kernel: lambda *arguments: launched.append((kernel, arguments)))
 CompiledKernel.launch_metadata = lambda *_: None
 JITFunction._do_compile = compile_nothing
+"""
+
+# Every launch of random calls.
+SAME_VARIANT = """
+from heavypath.kernels.attention import variant
+from heavypath.kernels.tree_attention import chain_attention, tree_attention
+from heavypath.kernels.attention.masks import pack_ancestors
+
+searched = 0
 launch = variant.Launch.__call__
 
 def checked(self, stream, varying):
@@ -84,32 +92,13 @@ assert 50 < searched < len(launched) / 3
 """
 
 
-# Filters and draws of several numbers of rows, as above; three helpers stand for a GPU's.
+# Filters and draws of several numbers of rows.
 ROWS_OF_ONE_VARIANT = """
-import sys
-sys.path.insert(0, BENCH)
-import torch
-from machine_code import all_on_gpu, compile_for
-from triton.compiler import CompiledKernel
-from triton.runtime.jit import JITFunction
 from heavypath.kernels.filter_cuts import filter_cuts
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.noise import Noise, Stream
 from heavypath.kernels.nucleus import launch_tokens
 
-made = []
-
-def compile_nothing(function, key, signature, device, *_):
-    kernel = object.__new__(CompiledKernel)
-    kernel.module = kernel.function = kernel.packed_metadata = None
-    function.device_caches[device][0][key] = kernel
-    made.append(function.fn.__name__)
-    return kernel
-
-compile_for(90, None)
-CompiledKernel.run = property(lambda kernel: lambda *arguments: None)
-CompiledKernel.launch_metadata = lambda *_: None
-JITFunction._do_compile = compile_nothing
 with all_on_gpu():
     for rows in (1, 2, 3, 5, 16):
         filter_cuts(torch.zeros(1, rows, 64), Filters(top_p=0.9))
@@ -119,14 +108,9 @@ assert sorted(made) == ["_cuts_kernel", "_nucleus_kernel"], made
 
 
 @pytest.mark.integration
-def test_filters_of_any_number_of_rows_are_one_variant():
-    done = python("-c", ROWS_OF_ONE_VARIANT.replace("BENCH", repr(str(BENCH))))
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.integration
-def test_the_variant_that_is_launched_is_the_one_that_triton_would_find():
-    done = python("-c", SAME_VARIANT.replace("BENCH", repr(str(BENCH))))
+@pytest.mark.parametrize("program", [SAME_VARIANT, ROWS_OF_ONE_VARIANT], ids=["as Triton finds it", "of any rows"])
+def test_the_right_variant_is_launched(program):
+    done = python("-c", BEGIN.replace("BENCH", repr(str(BENCH))) + program)
     assert done.returncode == 0, done.stderr
 
 

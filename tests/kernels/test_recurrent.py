@@ -197,15 +197,6 @@ def test_a_window_is_the_path_and_the_state_before_it(taps):
             assert torch.equal(moved[1], state[1])
 
 
-def test_ancestors_outside_of_a_block_are_those_of_its_first_node():
-    """The block lemma: if j < b is an ancestor of a node i >= b, then b is in the subtree of j, too."""
-    torch.manual_seed(5)
-    for _ in range(50):
-        mask = mask_of(random_parents(int(torch.randint(2, 90, ())), float(torch.rand(()))))
-        for first in range(0, len(mask), 16):
-            assert not (mask[first : first + 16, :first].any(0) & ~mask[first, :first]).any()
-
-
 def off_by_rounding(found: Tensor, expected: Tensor, *, cut: bool = False) -> float:
     """As `off`, but for what rounding to the type of `found` costs, or cutting digits off."""
     unit = 0 if found.dtype == torch.float32 else torch.finfo(found.dtype).eps / (1 if cut else 2)

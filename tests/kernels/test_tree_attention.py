@@ -11,7 +11,6 @@ from devices import placed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from heavypath.kernels import tree_attention as entry
 from heavypath.kernels.attention import launch
@@ -269,20 +268,6 @@ def test_a_chain_is_a_tree_that_no_tensor_describes(impl, options):
     out = chain_attention(query, key, value, lengths, **options, impl=impl)
     assert out.is_contiguous()
     torch.testing.assert_close(out, expected.transpose(1, 2))
-
-
-def test_who_watches_operators_sees_one_and_others_go_without(monkeypatch):
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, operator, types, given=(), options=None):
-            seen.append(str(operator))
-            return operator(*given, **(options or {}))
-
-    seen, tensors, end = [], inputs(1, 2, 1, 3, 8, 16), torch.full((3,), 3, device=DEVICE)
-    with Watching():
-        watched = tree_attention(*tensors, prefix_length=2, subtree_end=end, impl="triton")
-    assert seen[0] == "heavypath.tree_attention.default"
-    monkeypatch.setattr(entry, "call_operator", None)
-    assert torch.equal(tree_attention(*tensors, prefix_length=2, subtree_end=end, impl="triton"), watched)
 
 
 @pytest.mark.parametrize("nodes", [1, 33, 64, 300])

@@ -1,8 +1,5 @@
 """Sliding windows: each node of a tree sees its own window, each layer has its own, at any length of the text."""
 
-import math
-from functools import partial
-
 import pytest
 import torch
 from attention_cases import inputs
@@ -13,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from heavypath.kernels.attention.prepared import prepared_attention
 from heavypath.speculative import SpeculativeDecoder, TokenTree
-from heavypath.speculative.models.forward import TreeMask
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.window_probe import check_windows
 
@@ -34,18 +30,6 @@ def test_rows_before_every_window_are_not_read(impl):
     expected = run_on(PLACES[impl], clean, query, key, value, 0.25)
     key[:, :, :untouched] = value[:, :, :untouched] = torch.nan
     assert torch.equal(run_on(PLACES[impl], clean, query, key, value, 0.25), expected)
-
-
-def test_layers_with_one_window_share_one_mask_and_a_wide_window_is_none():
-    mask = TreeMask(prefix_length=torch.tensor([6, 4]), visible_rows=9, subtree_end=torch.full((3,), 3))
-    biases = mask.biases(torch.float32, [None, 2, 9, 2, 100])
-    assert biases[None] is biases[9] is biases[100]
-    assert mask.first_row(2) == 2  # two rows before the shorter prefix ends
-    o, x = 0.0, -math.inf
-    assert biases[2][:, 0].tolist() == [  # rows 2 .. 8
-        [[x, x, x, o, o, x, x], [x, x, x, x, o, o, x], [x, x, x, x, x, o, o]],
-        [[x, o, o, x, x, x, x], [x, x, o, o, x, x, x], [x, x, x, o, o, x, x]],
-    ]
 
 
 WINDOW = 8
@@ -100,18 +84,6 @@ def test_a_window_may_be_smaller_than_the_tree_is_deep(kind, window):
         out = SpeculativeDecoder(model, model, method, **shape).generate(PROMPTS, 16, attention_mask=PADDING)
         assert_same_text(model, out.sequences, expected)
         assert out.stats.acceptance_by_rank[0] == 1
-
-
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(("kind", "attention"), [("qwen3", "sdpa"), pytest.param("cohere2", "heavypath", marks=slow)])
-def test_windows_through_the_kernel(kind, attention, monkeypatch):
-    """A growing tree, of which a part asks, and a finished one; two kinds of layers."""
-    model = windowed(kind, 4, head_dim=16, hidden_size=64, attn_implementation=attention)
-    decoder = SpeculativeDecoder(model, model, "dyspec", tree_size=4, max_depth=3, width=2)
-    expected = decoder.generate(PROMPTS, 5, attention_mask=PADDING).sequences
-    by_kernel = partial(prepared_attention, impl="triton")
-    monkeypatch.setattr("heavypath.speculative.models.forward.prepared_attention", by_kernel)
-    assert torch.equal(decoder.generate(PROMPTS, 5, attention_mask=PADDING).sequences, expected)
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "mistral", "mixtral"])
