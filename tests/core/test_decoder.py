@@ -151,10 +151,3 @@ def test_the_models_are_left_as_they_were_and_the_text_can_be_trained_on(kind):
     assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
     assert not any(parameter.is_inference() or parameter.grad is not None for parameter in target.parameters())
     target(ids, labels=ids).loss.backward()
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_tree_may_have_more_children_than_are_drawn_one_by_one(temperature):
-    pair, tree = [tiny_llama(seed, vocab_size=200) for seed in (1, 2)], TokenTree([-1, 0, 0, *[1] * 65, *[2] * 65])
-    decoder = SpeculativeDecoder(*pair, "sequoia", tree=tree)
-    assert decoder.generate(torch.tensor([[1, 2, 3]]), 6, temperature=temperature).sequences.shape == (1, 9)

@@ -339,15 +339,6 @@ def test_every_way_to_grow_leaves_the_targets_law_exactly(name, monkeypatch):
     torch.testing.assert_close(total, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.usefixtures("by_reference")
-def test_no_node_is_kept_without_its_parent():
-    """Below a likely token a slot may be worth more than the one that the token was drawn in."""
-    growth = Growth("slot", 4, 3, 2, confidence=Confidence((0.3, 0.0), (0.7, 0.1)))
-    for seed in range(20):
-        tokens, parents = (field[0] for field in grown(random_law(VOCAB, 7), growth, Filters(1.0), seed)[1][:2])
-        assert (tokens[parents[1:]] >= 0).all()
-
-
 def test_a_chain_ends_where_the_drafts_probability_falls_below_the_threshold():
     def law(path):
         likely = [0.9, 0.8, 0.5, 0.9][len(path)]

@@ -196,15 +196,6 @@ def test_decoders_share_what_is_joined(without_collector):
     text(SpeculativeDecoder(model, draft), model)
 
 
-def test_a_past_outlives_its_decoder_and_what_was_joined(without_collector):
-    model = tiny_llama(1)
-    first = SpeculativeDecoder(model, None, "autoregressive").generate(PROMPT, 8, eos_token_id=None)
-    cache = first.cache
-    options = {"max_new_tokens": 4, "eos_token_id": None, "past": cache}
-    out = SpeculativeDecoder(model, None, "autoregressive").generate(first.sequences, **options)
-    assert out.stats.reused_tokens == len(PROMPT[0]) + 8 - 1
-
-
 def test_a_model_can_be_saved_copied_and_moved_meanwhile(tmp_path):
     model = tiny_llama(1)
     before = values_of(model)

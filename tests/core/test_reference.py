@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from tiny_models import assert_same_text, tiny_llama, transformers_greedy
+from tiny_models import tiny_llama
 
 from heavypath.speculative import SpeculativeDecoder, TokenTree
-from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.reference import chain
 from heavypath.speculative.reference.chain import chain_decode
 from heavypath.speculative.reference.tree import tree_decode
@@ -61,17 +60,6 @@ def test_the_tree_gives_the_decoders_tokens(shape, temperature, similar_pair):
         tokens = tree_decode(*similar_pair, prompt, NEW_TOKENS, parents, temperature, seed)
         assert torch.equal(tokens, expected.sequences), seed
     assert any(accepted) == (shape != "root alone")
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("prompt", [0, 3])
-def test_greedy_tokens_of_both_are_those_of_transformers(prompt, demo_pair):
-    target, draft, tokenizer = demo_pair
-    ids = tokenizer(demo_prompts()[prompt], return_tensors="pt").input_ids
-    expected = transformers_greedy(target, ids, NEW_TOKENS)
-    assert_same_text(target, chain_decode(target, draft, ids, NEW_TOKENS, temperature=0), expected)
-    parents = TREES["planned"].parents.tolist()
-    assert_same_text(target, tree_decode(target, draft, ids, NEW_TOKENS, parents, temperature=0), expected)
 
 
 def test_there_are_as_many_new_tokens_as_asked_for(similar_pair):

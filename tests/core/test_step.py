@@ -9,7 +9,6 @@ import torch
 from block_checkpoints import random_block
 from head_cases import head_of
 from medusa_checkpoints import published, write
-from played_graphs import Event
 from played_steps import PADDING, PROMPTS, Launches, Strict, Tape, llama_without_values, step_on_meta
 from tiny_models import assert_alike, small_llama
 from triton.runtime.interpreter import GridExecutor
@@ -26,7 +25,6 @@ from heavypath.speculative import (
     TokenTree,
 )
 from heavypath.speculative.decoding.processing import Processing
-from heavypath.speculative.decoding.run import Snapshots
 from heavypath.speculative.drafts.blocks.pard import PardDraft
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.lookahead import LookaheadDraft
@@ -152,17 +150,3 @@ def test_a_step_launches_little_beside_the_models(name, temperature, batch, with
     with launches:
         step()
     assert 0 < len(launches.names) <= most, launches.names
-
-
-def test_a_late_snapshot_is_one_step_old(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    counter = torch.zeros(2)
-    late, prompt = Snapshots([counter], late=True), Snapshots([counter], late=False)
-    for step in range(5):
-        counter += 1
-        (now,), slots = prompt.take(step)
-        assert (now.tolist(), slots) == ([step + 1] * 2, step)
-        seen = late.take(step)
-        assert (seen is None) == (step == 0)
-        if seen is not None:
-            assert (seen[0][0].tolist(), seen[1]) == ([step] * 2, step - 1)

@@ -358,16 +358,6 @@ def test_shapes_that_do_not_fit_are_refused_and_not_read(name, shape, impl):
         tree_delta(*inputs, state, Paths(mask.bool()), impl=impl)
 
 
-def test_states_that_lie_apart_are_refused_by_the_kernel():
-    inputs, _ = draw("delta", 2, 4, 1.0)
-    states = torch.zeros(4, 2, 16, 16, device=DEVICE)[::2]
-    paths = Paths(torch.ones(2, 4, 4, dtype=torch.bool, device=DEVICE))
-    given = [each.float() for each in moved(inputs, DEVICE)]
-    given[2] = given[2].repeat(1, 1, 1, 2)
-    with pytest.raises(ValueError, match="contiguous states"):
-        tree_delta(*given, states, paths, impl="triton")
-
-
 @pytest.mark.parametrize("change", [{"weight": (6, 3)}, {"weight": (5, 4)}, {"state": (1, 3, 6)}, {"bias": (1,)}])
 def test_a_convolution_refuses_shapes_that_do_not_fit(change):
     shapes = {"inputs": (2, 5, 6), "state": (2, 3, 6), "weight": (6, 4), "bias": (6,)} | change
@@ -387,14 +377,14 @@ def test_a_state_is_not_moved_by_what_does_not_fit_it():
 
 
 def test_what_the_kernels_do_not_take_is_refused():
-    paths = Paths(torch.ones(1, 4, 4, dtype=torch.bool, device=DEVICE))
-    inputs, state = moved(draw("delta", 1, 4, 1.0), DEVICE)
-    given = [each.float() for each in inputs]
-    with pytest.raises(ValueError, match="columns that are powers of two, 16 or more, got 16 and 8"):
-        tree_delta(*(each for each in given), state.float(), paths, impl="triton")
-    with pytest.raises(ValueError, match=r"contiguous states in float32, got torch\.float64"):
-        tree_delta(*(each for each in given), state, paths, impl="triton")
-    later = Paths(torch.ones(1, 2, 6, dtype=torch.bool, device=DEVICE))
-    with pytest.raises(ValueError, match="takes trees in one pass"):
-        tree_delta(*(each[:, :2].repeat(1, 1, 1, *[2] * (each.dim() - 3)) for each in given),
-                   torch.zeros(1, 2, 32, 16, device=DEVICE), later, impl="triton")  # fmt: skip
+    inputs, state = moved(draw("delta", 2, 4, 1.0), DEVICE)
+    wide = [each.float().repeat(1, 1, 1, *[2] * (each.dim() - 3)) for each in inputs]  # 32 and 16 columns
+    states, every = torch.zeros(4, 2, 32, 16, device=DEVICE), torch.ones(2, 4, 6, dtype=torch.bool, device=DEVICE)
+    for given, before, seen, message in (
+        ([each.float() for each in inputs], state.float(), every[..., :4], "powers of two, 16 or more, got 16 and 8"),
+        (wide, states[:2].double(), every[..., :4], r"contiguous states in float32, got torch\.float64"),
+        (wide, states[::2], every[..., :4], "contiguous states"),
+        (wide, states[:2], every, "takes trees in one pass"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tree_delta(*(each for each in given), before, Paths(seen), impl="triton")
