@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 import torch
 from head_cases import head_of
-from recurrent_families import FOUR, recurrent
 from serving_cases import tiny_llama
 
 from heavypath.speculative import Cascade, EarlyExit, Lookahead, Mixture, PromptLookup, SpeculativeDecoder
@@ -62,11 +61,12 @@ def test_texts_are_those_of_each_prompt_alone(lengths, draft):
     target = tiny_llama(1, VOCAB)
     decoder = SpeculativeDecoder(target, DRAFTS[draft](target), "autoregressive" if draft == "none" else "ersd")
     prompts, mask = prompts_of(LENGTHS[lengths])
-    options = {"max_new_tokens": 7, "temperature": 0.9, "seed": 3, "eos_token_id": None}
+    options = {"max_new_tokens": 12, "temperature": 0.9, "seed": 3, "eos_token_id": [3]}  # so slots close up, too
     together = decoder.generate(prompts, attention_mask=mask, **options).sequences
     for number, length in enumerate(LENGTHS[lengths]):
         alone = decoder.generate(prompts[number : number + 1, -length:], sequence_ids=torch.tensor([number]), **options)
-        assert torch.equal(alone.sequences[0, length:], together[number, prompts.shape[1] :]), number
+        new = alone.sequences[0, length:]
+        assert torch.equal(new, together[number, prompts.shape[1] :][: len(new)]), number
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -122,31 +122,6 @@ def test_what_a_past_has_is_not_read_again_beside_a_prompt_that_is_new(draft, mo
     assert out.cache.tokens[1].tolist()[:width] == further[0].tolist()
     again = decoder.generate(out.sequences[:1, -20:], 4, past=out.cache, **options).sequences
     assert torch.equal(again, decoder.generate(out.sequences[:1, -20:], 4, **options).sequences)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("family", FOUR)
-def test_recurrent_models_read_each_token_once(family):
-    target = recurrent(family)
-    vocab = target.config.get_text_config(decoder=True).vocab_size
-    decoder = SpeculativeDecoder(target, None, "autoregressive")
-    prompts, mask = prompts_of([3, 40, 2, 25])
-    prompts %= vocab
-    together = decoder.generate(prompts, 5, attention_mask=mask, eos_token_id=None).sequences
-    for number, length in enumerate([3, 40, 2, 25]):
-        alone = decoder.generate(prompts[number : number + 1, -length:], 5, eos_token_id=None).sequences
-        assert torch.equal(alone[0, length:], together[number, 40:])
-
-
-def test_texts_end_and_slots_close_up_in_any_order():
-    target = tiny_llama(1, VOCAB)
-    decoder = SpeculativeDecoder(target, tiny_llama(2, VOCAB), "ersd")
-    prompts, mask = prompts_of([30, 4, 90, 12])
-    out = decoder.generate(prompts, 40, attention_mask=mask, temperature=1.0, eos_token_id=[3])
-    for number, length in enumerate([30, 4, 90, 12]):
-        options = {"temperature": 1.0, "eos_token_id": [3], "sequence_ids": torch.tensor([number])}
-        alone = decoder.generate(prompts[number : number + 1, -length:], 40, **options).sequences[0, length:]
-        assert out.sequences[number, 90 : 90 + len(alone)].tolist() == alone.tolist()
 
 
 def test_blocks_by_hand():

@@ -1,10 +1,13 @@
 """A forward pass of a user's own serves the models of its type, and is held to their own logits."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from heavypath.speculative import FORWARDS, Forward, KeyValueCache, SpeculativeDecoder
+from heavypath.speculative import FORWARDS, Forward, SpeculativeDecoder
 from heavypath.speculative.models.generic import TransformersForward
 
 PROMPTS = torch.tensor([[3, 1, 4, 1, 5], [2, 6, 5, 3, 5]])
@@ -19,30 +22,19 @@ def gpt2(seed, layers=2):
     return GPT2LMHeadModel(config).eval()
 
 
-class Gpt2Forward(Forward):
-    """GPT-2 from the modules of transformers; `calls` counts passes."""
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "extend.md").read_text(encoding="utf-8")
+EXAMPLE = {}
+exec(re.search(r"^```python\n([^`]*class Gpt2Forward.*?)^torch", PAGE, re.S | re.M)[1], EXAMPLE)
+
+
+class Gpt2Forward(EXAMPLE["Gpt2Forward"]):
+    """That of the page on extensions; `calls` counts passes."""
 
     calls = 0
 
-    def __init__(self, model, name):
-        super().__init__(model, name)
-        self.layers, self.windows = len(model.transformer.h), {None}
-
-    def new_cache(self, batch, rows, lag=0):
-        return KeyValueCache(batch, self.layers, 2, rows, 8, like=self.like)
-
-    def __call__(self, tokens, positions, cache_rows, cache, mask, *, needs_logits=True, taps=None):
+    def __call__(self, *arguments, **options):
         Gpt2Forward.calls += 1
-        body = self.model.transformer
-        attend = mask.attention(self.dtype, self.windows)[None]
-        x = body.wte(tokens) + body.wpe(positions.clamp(max=127))
-        for number, layer in enumerate(body.h):
-            query, key, value = layer.attn.c_attn(layer.ln_1(x)).unflatten(-1, (3, 2, 8)).unbind(2)
-            cache.write(number, key, value, cache_rows)
-            mixed = attend(query.transpose(1, 2), *cache.read(number), 8**-0.5)
-            x = x + layer.attn.c_proj(mixed.transpose(1, 2).flatten(2))
-            x = x + layer.mlp(layer.ln_2(x))
-        return self.model.lm_head(body.ln_f(x)) if needs_logits else x.new_empty(len(tokens), 0, 31)
+        return super().__call__(*arguments, **options)
 
 
 @pytest.fixture

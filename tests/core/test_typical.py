@@ -6,6 +6,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
+import verification_cases
 from devices import DEVICE
 from statistical import SIGNIFICANCE, chi_square_p_value
 from verification_cases import TREES, random_filters, random_tree
@@ -39,28 +40,19 @@ def brute_force(tokens, parents, log_p, limits, max_depth):
     return max(found)[3]
 
 
-class Problem:
+class Problem(verification_cases.Problem):
     """Trees of random tokens, some of them equal among siblings, and logits after their nodes."""
 
-    def __init__(
-        self, tree, vocab_size=5, batch=2, dtype=torch.float32, absent=0.0, filters=Filters(), limits=USUAL, seed=0
-    ):
-        generator = torch.Generator().manual_seed(seed)
-        nodes = len(tree)
-        logits = 2 * torch.randn(batch, nodes, vocab_size, generator=generator)
-        self.target = logits.to(dtype)
-        likely = logits[:, tree.parents.clamp(min=0)].softmax(-1).flatten(0, 1)
-        self.tokens = torch.multinomial(likely, 1, generator=generator).view(batch, nodes)
-        self.tokens[:, 1:][torch.rand(batch, nodes - 1, generator=generator) < absent] = -1
+    def __init__(self, tree, filters=Filters(), limits=USUAL, seed=1, **shape):
+        super().__init__(tree, "target_sample", filters, seed=seed, **shape)
         self.tree, self.filters, self.limits, self.seed = tree, filters, limits, seed
 
     def verified(self, **changes):
-        seed, count = changes.get("seed", self.seed), self.tokens.numel()
-        rows = torch.arange(count, device=DEVICE).view_as(self.tokens) + (self.seed << 33)
+        seed = changes.get("seed", self.seed)
         out = self.limits(
             Nodes(self.tokens.to(DEVICE), self.tree.parents.to(DEVICE), None), self.target.to(DEVICE), None,
             max_depth=changes.get("max_depth", self.tree.depth), target_filters=self.filters,
-            draft_filters=self.filters, noise=Noise(torch.tensor(seed, device=DEVICE), rows),
+            draft_filters=self.filters, noise=Noise(torch.tensor(seed, device=DEVICE), self.rows.to(DEVICE)),
         )  # fmt: skip
         return type(out)(*(field.cpu() for field in out))
 
@@ -91,7 +83,7 @@ def test_every_tree_of_tokens_has_the_path_of_a_search_through_all_paths():
     for parents in ([-1, 0, 0, 1, 2], [-1, 0, 1, 1, 0]):
         tree = TokenTree(parents)
         drafted = torch.tensor([*product(range(-1, 2), repeat=len(tree) - 1)])
-        problem = Problem(tree, 2, batch=len(drafted), limits=Typical(0.4, 0.9), seed=2)
+        problem = Problem(tree, vocab_size=2, batch=len(drafted), limits=Typical(0.4, 0.9))
         problem.tokens[:, 1:] = drafted
         problem.check()
     for seed in range(100):
@@ -103,7 +95,7 @@ def test_every_tree_of_tokens_has_the_path_of_a_search_through_all_paths():
 def test_the_next_token_is_a_draw_from_p_at_the_end_of_the_path():
     count = 20_000
     p = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.3, 0.2], [0.2, 0.2, 0.6]])
-    problem = Problem(TokenTree([-1, 0, 0]), 3, count, filters=Filters(0.7), limits=Typical(0.5, 1.0))
+    problem = Problem(TokenTree([-1, 0, 0]), Filters(0.7), Typical(0.5, 1.0), vocab_size=3, batch=count)
     problem.target, problem.tokens = 0.7 * p.log().expand(count, 3, 3), torch.tensor([[0, 1, 2]]).expand(count, -1)
     out, other = (problem.verified(seed=seed) for seed in (3, 4))
     assert (out.path == torch.tensor([0, 1])).all()  # the child with 0.6 is accepted, and node 1 the end
