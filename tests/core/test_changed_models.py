@@ -132,7 +132,6 @@ RELATIVES = {  # of Llama, and which change is made to them
 @pytest.mark.few(1)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_is_decoded_as_it_is(change, model, draft):
-    """And what it computed before is not used any more."""
     model = RELATIVES.get(change, lambda: model)().eval()
     decoder = SpeculativeDecoder(model, draft, tree_size=5)
     assert isinstance(decoder._target, LlamaForward)

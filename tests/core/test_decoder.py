@@ -137,7 +137,6 @@ def test_bad_arguments_are_refused_before_any_work(options, message, tiny_pair):
 
 @pytest.mark.parametrize("kind", ["llama", "granite"])
 def test_the_models_are_left_as_they_were_and_the_text_can_be_trained_on(kind):
-    """By either forward pass."""
     target = tiny(kind)
     before, config = {name: value.clone() for name, value in target.state_dict().items()}, target.config.to_dict()
     attributes, state = {name: {*vars(module)} for name, module in target.named_modules()}, torch.get_rng_state()

@@ -323,7 +323,6 @@ def by_reference(monkeypatch):
 @pytest.mark.usefixtures("by_reference")
 @pytest.mark.few(2)
 def test_every_way_to_grow_leaves_the_targets_law_exactly(name, monkeypatch):
-    """The law of the first two tokens, over all outcomes of the draws."""
     growth, draft_law, target_law = GROWTHS[name], random_law(VOCAB, 7), random_law(VOCAB, 100)
     draft, target = (lambda path, law=law: [math.exp(x) for x in law(path)] for law in (draft_law, target_law))
     root = torch.tensor(target(()), dtype=torch.float64)

@@ -257,7 +257,6 @@ def test_a_setting_of_a_later_transformers_is_refused_where_it_is_set(target, de
 
 
 def test_all_number_options_are_in_the_table():
-    """Those of a decoder, of a call and of a request, by their annotations."""
     declared = {**DecoderOptions.__annotations__, **GenerateOptions.__annotations__}
     for name, kind in declared.items():
         words = str(getattr(kind, "__forward_arg__", kind))

@@ -124,7 +124,6 @@ def test_one_text_serves_a_batch_and_a_batch_serves_one_text(tiny_pair, computed
 
 
 def test_sequences_that_ended_early_keep_their_rows(tiny_pair, computed):
-    """The others moved up meanwhile, into their slots."""
     target, _ = tiny_pair
     decoder = SpeculativeDecoder(*tiny_pair)
 

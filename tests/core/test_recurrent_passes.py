@@ -81,7 +81,6 @@ def test_texts_that_a_service_keeps_have_their_rows_and_states(kind):
     pytest.param(kind, marks=[] if kind == "granitemoehybrid" else pytest.mark.slow) for kind in RECURRENT
 ])  # fmt: skip
 def test_in_16_bits_a_model_passes_its_probe(kind):
-    """Also where a token that rounds otherwise goes to other experts."""
     for seed in range(3):
         forward = RecurrentForward(recurrent.__wrapped__(kind, seed).to(torch.bfloat16))
         assert forward.gap(forward.model) < tolerance_of(forward)
@@ -118,7 +117,6 @@ def test_in_16_bits_qwens_own_pass_is_as_near_to_the_exact_one():
 
 
 def test_only_a_qwen_as_it_was_published_runs_by_its_own_pass():
-    """Else what somebody put into it would be left out."""
     model = recurrent.__wrapped__(QWEN, 5)
     layer = model.model.layers[1]
     own = forward_of(model, "target")
@@ -138,7 +136,6 @@ def test_only_a_qwen_as_it_was_published_runs_by_its_own_pass():
 
 
 def test_on_a_gpu_qwens_layers_with_one_input_are_one_product(as_on_a_gpu, monkeypatch):
-    """And their passes launch less."""
     as_on_a_gpu()
     model, names = recurrent.__wrapped__(QWEN, 5), []
     for make in (RecurrentForward, QwenForward):
@@ -163,7 +160,6 @@ def test_on_a_gpu_qwens_layers_with_one_input_are_one_product(as_on_a_gpu, monke
 
 
 def test_on_a_gpu_gates_are_one_launch_of_a_layer(as_on_a_gpu, monkeypatch):
-    """With their sums along all paths, and with the same results."""
     model, found = for_kernels(QWEN, 5), []
     for by_kernels in (False, True):
         forward = QwenForward(model)

@@ -137,7 +137,6 @@ def test_a_step_launches_what_is_counted(name, without_values, monkeypatch):
 
 @torch.inference_mode()
 def test_a_targets_pass_launches_what_is_counted(without_values, monkeypatch):
-    """A layer is what a layer more has more, the ends are what is left."""
     three, four = (
         counts_of(dict(phases_of(DRAFTS["a model of one layer"], layers, monkeypatch))["target"]) for layers in (3, 4)
     )

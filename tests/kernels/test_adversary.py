@@ -48,7 +48,6 @@ def test_trees_are_verified_in_any_schedule(trees, adversary):
 
 @pytest.mark.parametrize("method", DRAFT_AWARE)
 def test_a_row_that_programs_share_is_verified_in_any_schedule(method, adversary):
-    """The last of them decides."""
     options = {"vocab_size": 9_000, "batch": 1, "dtype": torch.bfloat16, "seed": adversary.seed}
     assert Problem(TokenTree.k_ary(2, 1), method, noise=2.0, **options).agrees()
     adversary.met("_walk_kernel")
@@ -57,7 +56,6 @@ def test_a_row_that_programs_share_is_verified_in_any_schedule(method, adversary
 
 
 def test_levels_give_each_other_weights_in_any_schedule(adversary):
-    """Of distinct children and of independent ones."""
     for seed in range(2 * adversary.seed, 2 * adversary.seed + 2):
         tree = TokenTree.independent(2, 2) if seed % 2 else TokenTree([-1, 0, 0, 1, 1, 3])
         assert Problem(tree, WHOLE_TREE[adversary.seed % 2], vocab_size=6, batch=1, seed=seed).agrees()

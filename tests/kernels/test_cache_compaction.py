@@ -151,7 +151,6 @@ def test_rows_lie_beyond_two_to_the_31(impl):
 
 
 def test_on_a_gpu_rows_outside_the_cache_stay():
-    """There values are not checked."""
     caches = [random_bits(3, 1, 10, 4) for _ in range(2)]
     expected = [cache.clone() for cache in caches]
     path, length, prefix = on_device([[0, 2, 2**62], [0, -9, 5], [0, 3, 4]], [2, 9, 2], [3, 4, 8])

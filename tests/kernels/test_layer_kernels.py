@@ -23,13 +23,8 @@ from heavypath.speculative.models.llama import LlamaForward
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="takes tensors of the host to the kernels")
 LAYER_KERNELS = (
-    "layers.rms_norm",
-    "layers.rotary",
-    "layers.gated",
-    "layers.few_rows",
-    "attention.prepared",
-    "tree_attention",
-)
+    "layers.rms_norm", "layers.rotary", "layers.gated", "layers.few_rows", "attention.prepared", "tree_attention",
+)  # fmt: skip
 
 
 def poisoned(*shape, dtype):
@@ -171,18 +166,26 @@ def test_layers_are_right_in_any_schedule(adversary):
     adversary.met("_rms_norm_kernel", "_gated_kernel", "_rotary_kernel")
 
 
+NARROW = torch.zeros(1, 9, 8, 2)  # whose columns lie apart
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"key": torch.zeros(1, 2, 1, 6)}, r"key must be torch.float32 \[1, 2, 1, 8\], got torch.float32 \[1, 2, 1, 6\]"),
     ({"values": torch.zeros(1, 1, 4, 8).half()}, r"values must be torch.float32 \[1, 1, 4, 8\], got torch.float16"),
     ({"rows": torch.zeros(2).long()}, r"cache_rows must be a LongTensor \[1, 2\], got torch.int64 \[2\]"),
     ({"keys": torch.zeros(1, 1, 8, 4).mT}, "equal strides and contiguous columns"),
+    ({"cos": NARROW[:, :2, None, :, 0], "sin": NARROW[:, :2, None, :, 1]}, "cos and sin must .* contiguous columns"),
+    ({"weight": torch.zeros(16)}, r"weights of norms must be contiguous \[D\]"),
+    ({"weight": torch.zeros(16)[::2]}, r"weights of norms must be contiguous \[D\]"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(change, message):
     parts = {name: torch.zeros(1, 2, 1, 8) for name in ("query", "key", "value", "cos", "sin")}
     parts |= {"keys": torch.zeros(1, 1, 4, 8), "values": torch.zeros(1, 1, 4, 8), "rows": torch.zeros(1, 2).long()}
-    query, key, value, cos, sin, keys, values, rows = moved(parts | change, DEVICE).values()
+    parts |= {"weight": torch.zeros(8)}
+    query, key, value, cos, sin, keys, values, rows, weight = moved(parts | change, DEVICE).values()
+    norms = HeadNorms(Norm(weight, 1e-5), Norm(weight, 1e-5))
     with pytest.raises(ValueError, match=message):
-        rotate_and_store(Projected(query, key, value), Turns(cos, sin), keys, values, rows, impl="triton")
+        rotate_and_store(Projected(query, key, value), Turns(cos, sin), keys, values, rows, norms, impl="triton")
 
 
 def test_numbers_that_lie_apart_are_read_where_they_are():
@@ -200,17 +203,6 @@ def test_numbers_that_lie_apart_are_read_where_they_are():
         found.append([each.cpu() for each in (out, keys, values, normed)])
     for ours, plain in zip(*found, strict=True):
         torch.testing.assert_close(ours, plain)
-
-
-def test_tables_and_norms_that_do_not_fit_are_refused():
-    three, cache = [torch.zeros(1, 2, 1, 8, device=DEVICE)] * 3, torch.zeros(1, 1, 4, 8, device=DEVICE)
-    rows, table = torch.zeros(1, 2, dtype=torch.long, device=DEVICE), torch.zeros(9, 8, 2, device=DEVICE)
-    with pytest.raises(ValueError, match=r"cos and sin must .* contiguous columns, got strides \[16, 2\]"):
-        rotate_and_store(Projected(*three), Turns(*table.unbind(2), rows), cache, cache.clone(), rows, impl="triton")
-    for weight in (torch.zeros(16, device=DEVICE), torch.zeros(16, device=DEVICE)[::2]):
-        norms = HeadNorms(Norm(weight, 1e-5), Norm(weight, 1e-5))
-        with pytest.raises(ValueError, match=r"weights of norms must be contiguous \[D\]"):
-            rotate_and_store(Projected(*three), Turns(*three[:2]), cache, cache.clone(), rows, norms, impl="triton")
 
 
 def test_rows_that_do_not_fit_are_refused():

@@ -83,34 +83,26 @@ def test_all_decoders_of_a_model_share_its_copies():
     assert one() is None
 
 
-def test_a_copy_is_announced_and_so_is_a_lack_of_memory(monkeypatch, caplog):
+def test_a_copy_is_announced_and_made_once_and_a_lack_of_memory_is_said(monkeypatch, caplog):
     layer, hidden = nn.Linear(500, 1000), torch.randn(2, 500)
     with caplog.at_level(logging.INFO):
-        assert linears_of([layer]).can_copy
+        first = linears_of([layer])
+        product = first.one(layer)
     assert "model: its weights are copied in another order, at most 2 MB beside" in caplog.text
     caplog.clear()
     monkeypatch.setattr(linear, "free_memory", lambda: 3_900_000)
-    short = linears_of([layer])
-    assert "model: no copy of its weights in another order (2 MB beside 4 MB that are free)" in caplog.text
-    with torch.inference_mode():
-        for product in (short.one(layer), lambda rows: short.together([layer])(rows)[0]):
-            torch.testing.assert_close(product(hidden), layer(hidden))
-            layer.weight.data.add_(1)
-            torch.testing.assert_close(product(hidden), layer(hidden))
-    assert short.is_current()
-
-
-def test_copies_that_are_there_take_no_more_memory(monkeypatch, caplog):
-    layer = nn.Linear(500, 1000)
-    first = linears_of([layer])
-    product = first.one(layer)
-    monkeypatch.setattr(linear, "free_memory", lambda: 0)
-    assert linears_of([layer]).can_copy
+    assert linears_of([layer]).can_copy, "the copy is there"
     assert not caplog.records
     with torch.no_grad():
         layer.weight.add_(1)
-    assert not linears_of([layer]).can_copy, "another copy is needed"
-    assert "no copy" in caplog.text
+    short = linears_of([layer])
+    assert "model: no copy of its weights in another order (2 MB beside 4 MB that are free)" in caplog.text
+    with torch.inference_mode():
+        for multiply in (short.one(layer), lambda rows: short.together([layer])(rows)[0]):
+            torch.testing.assert_close(multiply(hidden), layer(hidden))
+            layer.weight.data.add_(1)
+            torch.testing.assert_close(multiply(hidden), layer(hidden))
+    assert short.is_current()
     del first, product
 
 

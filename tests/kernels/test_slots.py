@@ -242,7 +242,6 @@ def test_below_what_is_no_distribution_all_slots_are_empty(policy, impl):
                                                (1, (1, 66, 1, 70))])  # fmt: skip
 @pytest.mark.few(2)
 def test_trees_grow_right_in_any_schedule(policy, shape, adversary):
-    """By confidence, by likeliest tokens, by beam; and levels so wide that a program has two warps."""
     slots, roots, level = grown("triton", adversary.seed, policy, "normal", shape)
     check_assembled("triton", slots, roots, level, level.end // 2 + 1)
     adversary.met("_grow_kernel", "_keep_kernel", "_heavy_path_kernel", "_number_kernel")

@@ -2,6 +2,7 @@
 
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -129,33 +130,35 @@ def traversed(seed, impl):
     return [field.tolist() for field in verify_tree(tokens, tree.parents, target, draft, **options, impl=impl)]
 
 
+class Instead:
+    """Stands for the traversal's second kernel, and does something before it is launched."""
+
+    def __init__(self, does):
+        self.does, self.kernel = does, traversal_kernel._chains_kernel
+        self.arg_names = self.kernel.arg_names
+
+    def __getitem__(self, grid):
+        self.does()
+        return self.kernel[grid]
+
+
 def test_launches_of_another_thread_may_come_between_those_of_a_traversal(stream, monkeypatch):
     """Traversal keeps counts from one launch to the next, and threads launch on one stream unless they are told to."""
-    launch, others = traversal_kernel._chains_kernel, []
+    others = []
 
-    class Between:
-        arg_names = launch.arg_names
+    def another():
+        monkeypatch.setattr(traversal_kernel, "_chains_kernel", between.kernel)
+        others.extend(in_time(lambda: traversed(2, "triton")))
 
-        def __getitem__(self, grid):
-            monkeypatch.setattr(traversal_kernel, "_chains_kernel", launch)
-            others.extend(in_time(lambda: traversed(2, "triton")))
-            return launch[grid]
-
-    monkeypatch.setattr(traversal_kernel, "_chains_kernel", Between())
+    between = Instead(another)
+    monkeypatch.setattr(traversal_kernel, "_chains_kernel", between)
     assert [traversed(1, "triton"), *others] == [traversed(1, "torch"), traversed(2, "torch")]
 
 
 def test_a_traversal_that_is_broken_off_leaves_counters_at_zero(stream, monkeypatch):
     """By Ctrl-C, for example, while a kernel is compiled."""
-
-    class Stopped:
-        arg_names = traversal_kernel._chains_kernel.arg_names
-
-        def __getitem__(self, grid):
-            raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(traversal_kernel, "_chains_kernel", Stopped())
+        patch.setattr(traversal_kernel, "_chains_kernel", Instead(Mock(side_effect=KeyboardInterrupt)))
         with pytest.raises(KeyboardInterrupt):
             traversed(1, "triton")
     assert not stream.any()

@@ -63,7 +63,6 @@ def greedy(model, **changes):
 ])  # fmt: skip
 @pytest.mark.few(2)
 def test_greedy_text_of_three_windows_is_that_of_transformers_generate(kind, method, attention):
-    """Which depends on the window."""
     model, unlike = windowed(kind), tiny_llama(5, vocab_size=61)
     expected = greedy(model)
     assert not any(torch.equal(greedy(windowed(kind, other)), expected) for other in (WINDOW + 1, 64))
