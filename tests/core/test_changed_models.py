@@ -7,10 +7,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from families import tiny
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tiny_models import assert_alike, tiny_llama
 from torch import nn
-from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
@@ -25,10 +26,6 @@ pytestmark = [
 ]
 
 PROMPTS, NEW = torch.tensor([[3, 1, 4, 1], [2, 6, 5, 3]]), 9
-TINY = {
-    "vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "intermediate_size": 24, "max_position_embeddings": 64, "initializer_range": 0.5,
-}  # fmt: skip
 ANOTHER = r"past must come from .* before its weights, adapters, type or device changed"
 
 
@@ -123,16 +120,14 @@ CHANGES = {
 }
 
 
-RELATIVES = {  # of Llama, and which change is made to them
-    "a window": lambda: MistralForCausalLM(MistralConfig(**TINY, sliding_window=None)),
-    "a hook on attention": lambda: Qwen3ForCausalLM(Qwen3Config(**TINY, head_dim=16)),
-}
+RELATIVES = {"a window": "mistral", "a hook on attention": "qwen3"}  # of Llama, and which change is made to them
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_is_decoded_as_it_is(change, model, draft):
-    model = RELATIVES.get(change, lambda: model)().eval()
+    if change in RELATIVES:
+        model = tiny(RELATIVES[change], vocab_size=31, sliding_window=None)
     decoder = SpeculativeDecoder(model, draft, tree_size=5)
     assert isinstance(decoder._target, LlamaForward)
     out, before = decoder.generate(PROMPTS, NEW, eos_token_id=None), greedy(model)

@@ -12,16 +12,7 @@ from families import MODELS, tiny
 from recurrent_families import recurrent
 from tiny_models import assert_same_text, tiny_llama, transformers_greedy
 from torch import nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, flash_attention_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -39,10 +30,6 @@ from heavypath.speculative.models.recurrent.qwen import QwenForward
 from heavypath.speculative.models.structure import attentions_of
 
 pytestmark = pytest.mark.usefixtures("tried_anew")
-TINY = {
-    "vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "intermediate_size": 24, "max_position_embeddings": 128, "initializer_range": 0.5,
-}  # fmt: skip
 PROMPT = torch.randint(1, 31, (1, 60), generator=torch.Generator().manual_seed(3))  # behind windows of 28
 NEW = 9
 
@@ -231,10 +218,7 @@ PATCHES = {
     "qwen3's halves": lambda: late(modeling_qwen3, "rotate_half"),
     "mistral's rotary": lambda: late(modeling_mistral, "apply_rotary_pos_emb"),
 }
-PATCHED = {
-    "qwen3's halves": lambda: Qwen3ForCausalLM(Qwen3Config(**TINY, head_dim=8)).eval(),
-    "mistral's rotary": lambda: MistralForCausalLM(MistralConfig(**TINY)).eval(),
-}
+PATCHED = {"qwen3's halves": "qwen3", "mistral's rotary": "mistral"}  # of other models than Llama
 
 
 @contextmanager
@@ -254,7 +238,7 @@ def _doubled(self, x):
 @pytest.mark.parametrize("which", PATCHES)
 def test_a_patch_that_a_short_trial_cannot_see(which):
     """It is decoded as transformers does, or refused, whether it is made before the decoder or after."""
-    model = PATCHED.get(which, llama)()
+    model = tiny(PATCHED[which], max_position_embeddings=128) if which in PATCHED else llama()
     decoder = decoder_of(model)
     assert isinstance(decoder._target, LlamaForward)
     with PATCHES[which]():
@@ -298,14 +282,11 @@ def test_nothing_of_transformers_own_models_is_strange(kind):
     assert strange_parts(model, attentions_of(model)) == []
 
 
-@pytest.mark.parametrize(("kind", "config"), [
-    (Qwen2ForCausalLM, Qwen2Config(**TINY)), (Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=8)),
-    (MistralForCausalLM, MistralConfig(**TINY)),
-])  # fmt: skip
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "heavypath"])
 @pytest.mark.few(4)
-def test_published_models_keep_their_own_pass(kind, config, attention):
-    model = kind(config).eval()
+def test_published_models_keep_their_own_pass(kind, attention):
+    model = tiny(kind)
     model.set_attn_implementation(attention)
     assert isinstance(forward_of(model, "target"), LlamaForward)
 
@@ -330,16 +311,13 @@ def test_logits_that_are_not_finite_are_named(kind):
 
 
 @pytest.mark.parametrize("window", [1, 0, -3])
-@pytest.mark.parametrize("kind", ["mistral", "qwen2", "gemma2"])
-def test_windows_that_are_none_are_refused(kind, window):
-    if kind == "gemma2":
-        make = functools.partial(tiny, kind)
-    else:
-        family, config = (MistralForCausalLM, MistralConfig) if kind == "mistral" else (Qwen2ForCausalLM, Qwen2Config)
-        more = {} if kind == "mistral" else {"use_sliding_window": True, "max_window_layers": 1}
-        make = lambda **given: family(config(**TINY, **more, **given)).eval()  # noqa: E731
+@pytest.mark.parametrize(("kind", "more"), [
+    ("mistral", {}), ("gemma2", {}), ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
+])  # fmt: skip
+def test_windows_that_are_none_are_refused(kind, more, window):
+    model = tiny(kind, sliding_window=window, **more)
     with pytest.raises(ValueError, match=rf"target has sliding_window={window} in its config, expected .* at least 2"):
-        SpeculativeDecoder(make(sliding_window=window), None, "autoregressive")
+        SpeculativeDecoder(model, None, "autoregressive")
 
 
 CHANGED = {
