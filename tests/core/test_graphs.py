@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from families import tiny
 from in_time import in_time
 from own_drafts import Bigrams
 from played_graphs import STREAMS, Event, Stream
 from played_steps import PROMPTS, Tape
 from tiny_models import small_llama, tiny_llama
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from heavypath.kernels import cache_compaction
 from heavypath.speculative import EarlyExit, Lookahead, PromptLookup, Retrieval, SpeculativeDecoder
@@ -31,9 +31,7 @@ SAMPLED = {"max_new_tokens": 2, "temperature": 0.8}
 
 def gpt2():
     """A target whose pass is torch's operations alone, which are quicker than kernels in Triton's interpreter."""
-    torch.manual_seed(1)
-    config = GPT2Config(vocab_size=7, n_positions=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-    return GPT2LMHeadModel(config).eval()
+    return tiny("gpt2", vocab_size=7, n_layer=1, n_positions=64)
 
 
 def test_the_models_gpu_is_the_current_one_while_decoding(as_on_a_gpu, monkeypatch):

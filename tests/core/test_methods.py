@@ -7,22 +7,8 @@ import torch
 from profile_cases import constant_llama
 from tiny_models import tiny_llama
 
-from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree
+from heavypath.speculative import SpeculativeDecoder, TokenTree
 from heavypath.speculative.output.trace import read_trace
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_method_draws_and_verifies_as_its_kind_says(name):
-    method, tree = METHODS[name], METHODS[name].tree_of(13)
-    assert method.at(0.8) == (method.draw, method.verification)
-    assert method.at(0.0) == ("top_k", "greedy")
-    assert method.at(0.8, draft_temperature=0.0) == ("top_k", method.verification)
-    assert method.independent_sequences == (name in ("specinfer", "spectr"))
-    if method.draw == "with_replacement":  # sequences are independent where the tree branches at its root alone
-        assert isinstance(tree, TokenTree)
-        assert method.independent_sequences == bool((tree.parents[1:].bincount()[1:] <= 1).all())
-    else:
-        assert not method.independent_sequences
 
 
 @pytest.mark.parametrize("method", ["naive", "naive-distinct"])

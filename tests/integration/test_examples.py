@@ -18,7 +18,8 @@ import pytest
 import torch
 from http_server import client_of
 from matplotlib import image
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tiny_models import tiny_llama
+from transformers import PreTrainedTokenizerFast
 
 from heavypath.speculative import (
     LOSSLESS_METHODS,
@@ -64,9 +65,7 @@ def folders(tmp_path_factory):
     """A target and a draft of random weights with the shipped tokenizer, without padding and with a chat template."""
     folders = [tmp_path_factory.mktemp("models") / name for name in ("target", "draft")]
     for seed, folder in enumerate(folders):
-        torch.manual_seed(seed)
-        shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-        LlamaForCausalLM(LlamaConfig(**shape, vocab_size=1024, eos_token_id=[0, 13])).save_pretrained(folder)
+        tiny_llama(seed, 1024, max_position_embeddings=2048, eos_token_id=[0, 13]).save_pretrained(folder)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(FOLDER)
         tokenizer.chat_template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
         tokenizer.save_pretrained(folder)

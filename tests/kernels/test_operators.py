@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from devices import DEVICE
+from tiny_models import tiny_llama
 from torch.utils._pytree import tree_map_only
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
 from heavypath.kernels.attention.masks import Visible, pack_ancestors
 from heavypath.kernels.cache_compaction import compact_cache
@@ -205,11 +206,8 @@ class AfterPrompt(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        config = LlamaConfig(
-            vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-            head_dim=16, attn_implementation="heavypath",
-        )  # fmt: skip
-        self.model = LlamaForCausalLM(config).eval().to(DEVICE)
+        shape = {"hidden_size": 32, "num_key_value_heads": 2, "attn_implementation": "heavypath"}
+        self.model = tiny_llama(1, 61, layers=1, **shape).to(DEVICE)
 
     def forward(self, nodes, positions, end, key, value):
         cache = DynamicCache(config=self.model.config)

@@ -64,18 +64,6 @@ def test_filled_tokens_are_uniform_over_the_rest_and_come_last():
     assert chi_square_p_value(counts, torch.full((6,), 1 / 6)) > SIGNIFICANCE
 
 
-def test_keys_descend_and_name_the_same_draw_in_any_batch():
-    logits = torch.randn(6, 999)
-    rows = torch.tensor([5, 1 << 33, 0, 7, 2, 3])
-    whole = gumbel_topk(logits, 8, rows=rows, seed=1, top_p=0.95)
-    assert (whole.keys.diff(dim=-1) <= 0).all()
-    for index in (0, 1, 5):
-        alone = gumbel_topk(logits[index : index + 1], 8, rows=rows[index : index + 1], seed=1, top_p=0.95)
-        assert all(torch.equal(field[0], whole_field[index]) for field, whole_field in zip(alone, whole, strict=True))
-    batched = gumbel_topk(logits.view(2, 3, 999), 8, rows=rows.view(2, 3), seed=1, top_p=0.95)
-    assert torch.equal(batched.tokens.view(6, 8), whole.tokens)
-
-
 def test_temperature_zero_takes_the_largest_logits_lower_index_first():
     logits = torch.tensor([[1.0, 3.0, -torch.inf, 3.0, 2.0], [-0.0, 0.0, -0.0, -1.0, -torch.inf]])
     drawn = gumbel_topk(logits, 5, temperature=0.0)

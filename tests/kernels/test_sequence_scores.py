@@ -10,7 +10,6 @@ from kernel_cases import NATIVE, needs_compiler
 
 from heavypath.kernels.filtering import Filters, filtered_scores
 from heavypath.kernels.native.recording import recorded
-from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.sequence_scores import sequence_scores, settings_of
 
 FILTERS = [
@@ -55,15 +54,6 @@ def test_scores_are_to_the_bit_those_of_each_sequences_own_filters(impl, vocab_s
         else:
             expected = filtered_scores(own, own.max(-1, keepdims=True), filters)
         assert np.array_equal(scores, expected)
-
-
-def test_draws_from_scores_are_those_from_logits_with_the_same_filters():
-    logits, rows = logits_with_ties(60, len(FILTERS)), torch.arange(2)
-    scores = sequence_scores(logits, SETTINGS, impl="torch")
-    for own, filters, scored in zip(logits, FILTERS, scores, strict=True):
-        count = 1 if filters.temperature == 0 else 4  # the other tokens have no score then
-        expected = gumbel_topk(own, count, **filters._asdict(), seed=5, rows=rows)
-        assert torch.equal(gumbel_topk(scored, count, seed=5, rows=rows).tokens, expected.tokens)
 
 
 @IMPLS
