@@ -135,22 +135,21 @@ def test_only_a_qwen_as_it_was_published_runs_by_its_own_pass():
     assert not is_published_qwen(recurrent("qwen3_next"))
 
 
+def launched(forward, monkeypatch):
+    """The names of what a tree's pass launches."""
+    launches = Launches()
+    with torch.inference_mode(), monkeypatch.context() as patch:
+        cache, lengths = begun(forward, [9, 2])
+        patch.setattr(GridExecutor, "__call__", lambda self, *_, **__: launches.note(self.fn.__name__))
+        with launches:
+            over_tree(forward, cache, lengths)
+    return launches.names
+
+
 def test_on_a_gpu_qwens_layers_with_one_input_are_one_product(as_on_a_gpu, monkeypatch):
     as_on_a_gpu()
-    model, names = recurrent.__wrapped__(QWEN, 5), []
-    for make in (RecurrentForward, QwenForward):
-        forward = make(model)
-        with torch.inference_mode():
-            cache, lengths = begun(forward, [9, 2])
-            launches = Launches()
-            monkeypatch.setattr(
-                GridExecutor, "__call__", lambda self, *_, launches=launches, **__: launches.note(self.fn.__name__)
-            )
-            with launches:
-                over_tree(forward, cache, lengths)
-        monkeypatch.undo()
-        as_on_a_gpu()
-        names.append(launches.names)
+    model = recurrent.__wrapped__(QWEN, 5)
+    names = [launched(make(model), monkeypatch) for make in (RecurrentForward, QwenForward)]
     products = [sum("linear" in name for name in each) for each in names]
     assert products == [2 * 8 + 7 + 1, 3 * 4 + 1]
     assert len(names[1]) < 0.7 * len(names[0]), names
@@ -174,10 +173,7 @@ def test_on_a_gpu_gates_are_one_launch_of_a_layer(as_on_a_gpu, monkeypatch):
             found.append([logits, *cache.states.tensors()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    launches = Launches()
-    monkeypatch.setattr(GridExecutor, "__call__", lambda self, *_, **__: launches.note(self.fn.__name__))
-    with torch.inference_mode(), launches:
-        over_tree(forward, cache, lengths)
-    assert launches.names.count("_totals_kernel") == 2
-    assert not [name for name in launches.names if "softplus" in name]
-    assert sum("sigmoid" in name for name in launches.names) == 1  # of the layer with attention
+    names = launched(forward, monkeypatch)
+    assert names.count("_totals_kernel") == 2
+    assert not [name for name in names if "softplus" in name]
+    assert sum("sigmoid" in name for name in names) == 1  # of the layer with attention

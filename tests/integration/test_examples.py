@@ -203,18 +203,6 @@ def test_chat_remembers_the_turns_before(example, answers, demo_pair):
     assert example("chat", "--max-new-tokens", 16) == "".join(f"{answer}\n" for answer in expected)
 
 
-def test_chat_ends_an_answer_at_any_end_of_sequence_token(example, answers, demo_pair, monkeypatch):
-    target, draft, tokenizer = demo_pair
-    ids = tokenizer("def read(path):", return_tensors="pt").input_ids
-    whole = SpeculativeDecoder(target, draft).generate(ids, max_new_tokens=24).sequences[0, ids.shape[1] :].tolist()
-    last = whole[5]
-    monkeypatch.setattr("heavypath.speculative.load_demo_pair", lambda device: demo_pair)
-    monkeypatch.setattr(target.generation_config, "eos_token_id", [0, last])
-    answers("def read(path):", "")
-    answer = example("chat", "--max-new-tokens", 24, "--temperature", 0)
-    assert answer == tokenizer.decode(whole[: whole.index(last) + 1]) + "\n"
-
-
 def test_chat_reads_standard_input_until_its_end(example, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n"))
     before, answer, after = example("chat", "--max-new-tokens", 8).split("> ")
