@@ -37,6 +37,7 @@ def test_the_kernels_accept_what_the_reference_accepts(tree, method):
 
 @some("without_replacement", "held_traversal", "race")
 def test_filters_of_both_sides_act_as_in_the_reference(method):
+    """Every filter costs a GPU a few passes, and the interpreter seconds."""
     assert Problem(TokenTree.chain(1), method, *BOTH_FILTERED, vocab_size=7, batch=1, seed=2).agrees()
 
 
@@ -83,6 +84,7 @@ def test_logits_whose_numbers_lie_apart_agree():
 
 @pytest.mark.parametrize("method", WHOLE_TREE)
 def test_a_whole_tree_that_is_deeper_than_the_walk_may_go_agrees(method):
+    """What lies deeper has no weight."""
     for seed in range(3):
         problem = Problem(TokenTree([-1, 0, 0, 1, 1, 3]), method, batch=1, seed=seed)
         assert problem.agrees(max_depth=1)
