@@ -141,6 +141,16 @@ EQUIVALENT = {  # mutants by their keys, and why no test can find them
         "self.seen[:batch].scatter_(1, prompt.where(place <= ends, root[:, None]), True)",
         "self.seen[:batch].scatter_(1, prompt.where(place < ends, root[:, None]), True)", 0,
     ): "the token at the end is the root",
+    (
+        "kernels/verifying/decision.py", "decide",
+        "helping = helpers(device) if passes else 0",
+        "helping = helpers(device) if not (passes) else 0", 0,
+    ): "helpers change no result, and the interpreter has none",
+    (
+        "kernels/verifying/distributions.py", "unread",
+        "return Distribution(row_ptr, 0.0, 0.0, temperature, cut, end)",
+        "return Distribution(row_ptr, (-1.0), 0.0, temperature, cut, end)", 0,
+    ): "the largest logit is set before it is read",
 }  # fmt: skip
 LIBRARIES = (
     "torch", "numpy", "scipy.stats", "triton.language", "triton.runtime.interpreter", "hypothesis",
@@ -152,20 +162,6 @@ LINKS = {  # where the packages lie, as setup.py's links have them
     "heavypath/__init__.py": ROOT / "speculative/package/__init__.py",
     "heavypath/kernels": ROOT / "kernels",
     "heavypath/speculative": ROOT / "speculative",
-    (
-        "kernels/verifying/decision.py",
-        "decide",
-        "helping = helpers(device) if passes else 0",
-        "helping = helpers(device) if not (passes) else 0",
-        0,
-    ): "helpers change no result, and the interpreter has none",
-    (
-        "kernels/verifying/distributions.py",
-        "unread",
-        "return Distribution(row_ptr, 0.0, 0.0, temperature, cut, end)",
-        "return Distribution(row_ptr, (-1.0), 0.0, temperature, cut, end)",
-        0,
-    ): "the largest logit is set before it is read",
 }
 
 
