@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from verification_oracle import Drawn, Language, rejection, target_law, top_down, whole
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import TopK
@@ -265,44 +266,18 @@ def enumerated(draws: Enumeration, uniform: list[float]):
     return gumbel_topk
 
 
-def rejecting(p, q, tokens):
-    """Recursive rejection: the probability of each child, and that of each token where none is accepted."""
-    reach, chances = 1.0, []
-    for token in tokens:
-        accepted = min(1.0, p[token] / q[token])
-        chances.append(reach * accepted)
-        reach *= 1 - accepted
-        p = [max(a - b, 0) for a, b in zip(p, q, strict=True)]
-        p = [a / (sum(p) or 1) for a in p]
-        q = [b * (v != token) for v, b in enumerate(q)]
-        q = [b / (sum(q) or 1) for b in q]
-    return chances, [reach * a for a in p]
+def as_drawn(drafted) -> Drawn:
+    """A grown tree as the oracle has it, siblings in draw order."""
+    drawn = [token for token in drafted.tokens[0].tolist()[1:] if token >= 0]
+    tokens = dict(zip(node_ranks(drafted), drawn, strict=True))
+    paths = [(), *sorted(tokens, key=lambda path: (len(path), path))]
+    parents = (paths.index(path[:-1]) for path in paths[1:])
+    return Drawn((-1, *parents), (-1, *(tokens[path] for path in paths[1:])), (0,) * len(paths))
 
 
-def emitted_law(target, draft, drafted, sampled):
-    """Probability of each first two tokens, given a drafted tree: recursive rejection at root and child, exactly.
-
-    sampled: the verifier compares a sample of the target instead.
-    """
-    nodes = [*zip(*(field[0].tolist() for field in (drafted.parents, drafted.ranks, drafted.tokens)), strict=True)]
-
-    def outcomes(node, path):
-        """(token, node or None, probability)"""
-        family = sorted((rank, child) for child, (parent, rank, token) in enumerate(nodes)
-                        if child and parent == node and token >= 0)  # fmt: skip
-        hit = {nodes[child][2]: child for _, child in family}
-        if sampled:
-            return [(token, hit.get(token), chance) for token, chance in enumerate(target(path))]
-        accepted, recovered = rejecting(target(path), draft(path), hit)
-        return [*zip(hit, hit.values(), accepted, strict=True), *((t, None, p) for t, p in enumerate(recovered))]
-
-    law = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
-    for first, node, chance in outcomes(0, ()):
-        # without a node the next step begins anew, from the target's own law
-        after = enumerate(target((first,))) if node is None else ((t, p) for t, _, p in outcomes(node, (first,)))
-        for second, below in after:
-            law[first, second] += chance * below
-    return law
+def sampling(target, drafts, tokens, replacement):
+    """The oracle's rule of a verifier that compares a sample of the target."""
+    return [target[token] for token in tokens], whole([p * (v not in tokens) for v, p in enumerate(target)])
 
 
 GROWTHS = {
@@ -323,19 +298,21 @@ def by_reference(monkeypatch):
 @pytest.mark.usefixtures("by_reference")
 @pytest.mark.few(2)
 def test_every_way_to_grow_leaves_the_targets_law_exactly(name, monkeypatch):
-    growth, draft_law, target_law = GROWTHS[name], random_law(VOCAB, 7), random_law(VOCAB, 100)
-    draft, target = (lambda path, law=law: [math.exp(x) for x in law(path)] for law in (draft_law, target_law))
-    root = torch.tensor(target(()), dtype=torch.float64)
-    expected = root[:, None] * torch.tensor([target((token,)) for token in range(VOCAB)], dtype=torch.float64)
+    growth, language = GROWTHS[name], Language(VOCAB, seed=7)
+    verifier = top_down(sampling) if growth.by == "node" else rejection
+    draft_law = cache(lambda path: [math.log(q) for q in language.draft(path)])
     uniform = torch.rand(64, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
-    total, whole = torch.zeros(VOCAB, VOCAB, dtype=torch.float64), 0.0
+    law, total = dict.fromkeys(target_law(language, (), 2), 0.0), 0.0
     for draws in Enumeration():
         monkeypatch.setattr(growing, "gumbel_topk", enumerated(draws, uniform))
-        _, drafted = grown(draft_law, growth, Filters(1.0))
-        total += draws.chance * emitted_law(target, draft, drafted, growth.by == "node")
-        whole += draws.chance
-    assert whole == pytest.approx(1, abs=1e-9)
-    torch.testing.assert_close(total, expected, rtol=0, atol=1e-6)
+        tree = as_drawn(grown(draft_law, growth, Filters(1.0))[1])
+        for (path, token), chance in verifier(language, tree).items():
+            begin = (*(tree.tokens[node] for node in path), token)
+            for end, rest in target_law(language, begin, max(0, 2 - len(begin))).items():
+                law[(*begin, *end)[:2]] += draws.chance * float(chance * rest)
+        total += draws.chance
+    assert total == pytest.approx(1, abs=1e-9)
+    assert law == pytest.approx({text: float(chance) for text, chance in target_law(language, (), 2).items()}, abs=1e-6)
 
 
 def test_a_chain_ends_where_the_drafts_probability_falls_below_the_threshold():
