@@ -82,15 +82,6 @@ def test_rows_without_support_and_single_tokens_are_defined():
     assert drawn.logprobs.tolist() == [[-torch.inf, -torch.inf], [0.0, -torch.inf]]
 
 
-@pytest.mark.parametrize("k", [3, 65])
-def test_what_is_drawn_lies_side_by_side_and_has_no_gradient(k):
-    drawn = gumbel_topk(torch.randn(4, 5, 300, requires_grad=True), k, impl="torch")
-    for field in drawn:
-        assert field.is_contiguous()
-        assert not field.requires_grad
-        assert field.shape == (4, 5, k)
-
-
 @pytest.mark.parametrize(("change", "message"), [
     ({"logits": torch.zeros(2, 3, dtype=torch.long)}, "logits must be floating point"),
     ({"logits": torch.zeros(3)}, r"\[\.\.\., R, V\]"),
