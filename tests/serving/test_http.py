@@ -339,41 +339,8 @@ def test_where_the_service_itself_fails_nobody_waits_for_ever_and_the_server_is_
     assert "beyond any request" in caplog.text
 
 
-SIZE = {"type": "integer", "minimum": 0, "maximum": 99}
-SCHEMA = {
-    "type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "size": SIZE},
-    "required": ["name", "size"], "additionalProperties": False,
-}  # fmt: skip
-
-
 def formatted(schema):
     return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
-
-
-@pytest.fixture(scope="module")
-def ending(decoder, tokenizer):
-    """A client of a server whose texts end."""
-    with (
-        decoder.serve(slots=2, max_tokens=256) as service,
-        running(service, tokenizer, eos=[tokenizer.eos_token_id]) as base,
-        client_of(base) as client,
-    ):
-        yield client
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_response_format_holds_an_answer_to_its_schema(ending, stream):
-    pytest.importorskip("llguidance")
-    for seed in range(3):
-        asked = {"response_format": formatted(SCHEMA), "max_tokens": 120, "stream": stream}
-        answer = chat(ending, temperature=1, seed=seed, **asked)
-        choices = [event.choices[0] for event in (answer if stream else [answer])]
-        assert choices[-1].finish_reason == "stop"
-        found = json.loads("".join((each.delta if stream else each.message).content or "" for each in choices))
-        assert found.keys() == {"name", "size"}
-        assert 0 <= found["size"] <= 99
-    text = complete(ending, extra_body={"response_format": {"type": "json_object"}}).choices[0].text
-    assert text.lstrip().startswith("{")
 
 
 @pytest.mark.parametrize(("response_format", "message"), [
@@ -381,7 +348,7 @@ def test_a_response_format_holds_an_answer_to_its_schema(ending, stream):
     ({"type": "json_schema"}, "only there"),
     ({"type": "json_object", "json_schema": {"name": "a", "schema": {}}}, "only there"),
     ({"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "more": 1}}, "does not know"),
-    (formatted(SCHEMA), "leave ignore_eos out"),
+    (formatted({"type": "null"}), "leave ignore_eos out"),
 ])  # fmt: skip
 def test_a_response_format_that_cannot_be_followed_is_refused(client, response_format, message):
     pytest.importorskip("llguidance")

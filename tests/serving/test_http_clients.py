@@ -243,15 +243,18 @@ def test_the_best_of_several_texts_has_the_likeliest_tokens(base, law, tokenizer
     ({"guided_regex": "[0-9]{3}-[a-f]{2}"}, lambda text: len(text) == 6 and text[:3].isdigit()),
     ({"guided_json": {"type": "integer", "maximum": 9, "minimum": 0}}, lambda text: int(text) in range(10)),
     ({"structured_outputs": {"json": '{"enum": [7]}'}}, lambda text: text == "7"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [7]}}}},
+     lambda text: text == "7"),
     ({"structured_outputs": {"choice": ["é\n"]}}, lambda text: text == "é\n"),
 ])  # fmt: skip
 @pytest.mark.few(1)
-def test_texts_have_the_form_that_vllms_clients_ask_for(base, form, fits):
+def test_texts_have_the_form_that_openais_and_vllms_clients_ask_for(base, form, fits):
     pytest.importorskip("llguidance")
     for seed in range(3):
         choice = content(base, **form, temperature=1, seed=seed, max_tokens=40)
         assert fits(choice["text"])
         assert choice["finish_reason"] == "stop"
+    assert content(base, response_format={"type": "json_object"})["text"].lstrip().startswith("{")
 
 
 def test_events_have_the_numbers_so_far_where_they_are_asked_for(client):
@@ -285,6 +288,13 @@ def test_the_template_gets_tools_messages_of_tools_and_variables(base, alone, to
     assert error["message"] == "messages[0].tool_calls[0].function.arguments: expected a JSON object, as text"
 
 
+def told(client, stream=False, **asked):
+    """What a chat with tools answers, in pieces where it streams, and how it ends."""
+    answer = client.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=120, stream=stream, **asked)
+    choices = [event.choices[0] for event in answer if event.choices] if stream else [answer.choices[0]]
+    return [each.delta if stream else each.message for each in choices], choices[-1].finish_reason
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "read_file"}}], ids=["any", "one"]
@@ -294,69 +304,31 @@ def test_a_tool_that_must_be_called_is_called_with_arguments_of_its_schema(clien
     pytest.importorskip("llguidance")
     other = {"type": "function", "function": {"name": "stop"}}
     tools = [TOOL, other] if isinstance(choice, dict) else [TOOL]
-    answer = client.chat.completions.create(
-        model=NAME,
-        messages=MESSAGES,
-        tools=tools,
-        tool_choice=choice,
-        max_tokens=100,
-        temperature=1,
-        seed=2,
-        stream=stream,
-    )
-    choices = [event.choices[0] for event in answer if event.choices] if stream else [answer.choices[0]]
-    said = [each.delta if stream else each.message for each in choices]
-    calls = [call for each in said for call in each.tool_calls or []]
-    assert choices[-1].finish_reason == "tool_calls"
-    assert "".join(each.content or "" for each in said) == ""
-    (call,) = calls
+    parts, reason = told(client, stream, tools=tools, tool_choice=choice, temperature=1, seed=2)
+    (call,) = [call for each in parts for call in each.tool_calls or []]
+    assert reason == "tool_calls"
+    assert "".join(each.content or "" for each in parts) == ""
     assert call.function.name == "read_file"
     assert json.loads(call.function.arguments).keys() == {"path", "lines"}
     assert call.id
 
 
+CALL = '<tool_call>{"name": "read_file", "arguments": {"path": "a"}}</tool_call>'
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_said_before_calls_is_content_and_what_is_no_call_is_said(client, stream):
+@pytest.mark.parametrize(("text", "more", "said", "count"), [
+    (f"so < {CALL}\n{CALL}", {}, "so < ", 2), (f"so {CALL} Done.", {}, "so Done.", 1),
+    ("so <tool_call>{oops</tool_call>", {}, "so <tool_call>{oops</tool_call>", 0),
+    (f"{CALL}\n{CALL}", {"parallel_tool_calls": False}, "", 1),
+])  # fmt: skip
+def test_what_is_said_before_calls_is_content_and_what_is_no_call_is_said(client, stream, text, more, said, count):
     """Texts are held to what they are, as a model of another size would write them by itself."""
     pytest.importorskip("llguidance")
-    call = '<tool_call>{"name": "read_file", "arguments": {"path": "a"}}</tool_call>'
-    for text, said, names in (
-        (f"so < {call}\n{call}", "so < ", ["read_file", "read_file"]),
-        (f"so {call} Done.", "so Done.", ["read_file"]),
-        ("so <tool_call>{oops</tool_call>", "so <tool_call>{oops</tool_call>", []),
-    ):
-        answer = client.chat.completions.create(
-            model=NAME, messages=MESSAGES, tools=[TOOL], max_tokens=120, stream=stream,
-            extra_body={"structured_outputs": {"choice": [text]}},
-        )  # fmt: skip
-        choices = [event.choices[0] for event in answer if event.choices] if stream else [answer.choices[0]]
-        parts = [each.delta if stream else each.message for each in choices]
-        assert "".join(each.content or "" for each in parts).strip() == said.strip()
-        assert [call.function.name for each in parts for call in each.tool_calls or []] == names
-        assert choices[-1].finish_reason == ("tool_calls" if names else "stop")
-
-
-def test_a_call_is_one_alone_where_calls_are_not_to_be_parallel(client):
-    pytest.importorskip("llguidance")
-    call = '<tool_call>{"name": "read_file", "arguments": {"path": "a"}}</tool_call>'
-    answer = client.chat.completions.create(
-        model=NAME, messages=MESSAGES, tools=[TOOL], max_tokens=120, parallel_tool_calls=False,
-        extra_body={"structured_outputs": {"choice": [f"{call}\n{call}"]}},
-    )  # fmt: skip
-    assert len(answer.choices[0].message.tool_calls) == 1
-
-
-def test_a_tool_with_schemas_of_its_own_can_be_asked_for(client):
-    """As pydantic writes them."""
-    pytest.importorskip("llguidance")
-    lines = {"type": "object", "$defs": {"P": {"type": "boolean"}}, "properties": {"p": {"$ref": "#/$defs/P"}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": lines | {"required": ["p"]}}}
-    answer = client.chat.completions.create(
-        model=NAME, messages=MESSAGES, tools=[tool, TOOL], max_tokens=100, seed=1,
-        tool_choice={"type": "function", "function": {"name": "f"}},
-    )  # fmt: skip
-    (call,) = answer.choices[0].message.tool_calls
-    assert type(json.loads(call.function.arguments)["p"]) is bool
+    parts, reason = told(client, stream, tools=[TOOL], extra_body={"structured_outputs": {"choice": [text]}}, **more)
+    assert "".join(each.content or "" for each in parts).strip() == said.strip()
+    assert [call.function.name for each in parts for call in each.tool_calls or []] == count * ["read_file"]
+    assert reason == ("tool_calls" if count else "stop")
 
 
 def test_tools_of_a_model_that_has_none_are_refused(decoder, tokenizer):
@@ -413,25 +385,3 @@ def test_a_model_need_not_be_named_and_pages_of_allowed_sites_may_ask(base):
         given = {"Origin": origin, "Access-Control-Request-Method": "POST"}
         status, headers, _ = ask(base, "OPTIONS", "/v1/completions", headers=given)
         assert (status, headers.get("Access-Control-Allow-Origin")) == (400, None)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("form", [
-    "<tool_call>\n<function=f>\n<parameter=p>\nv\n</parameter>\n</function>\n</tool_call>",
-    "<tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>",
-], ids=["qwen3_coder", "glm4"])  # fmt: skip
-def test_a_forced_call_between_tags_has_arguments_of_the_types_of_its_schema(decoder, tokenizer, form):
-    pytest.importorskip("llguidance")
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = TEMPLATE.replace("tools <tool_call>", "{% raw %}tools " + form + "{% endraw %}")
-    with (
-        decoder.serve(slots=1, max_tokens=512) as service,
-        running(service, own, eos=[tokenizer.eos_token_id], max_tokens=512) as base,
-    ):
-        for seed in range(2):
-            asked = {"tools": [TOOL], "tool_choice": "required", "seed": seed, "temperature": 1, "max_tokens": 100}
-            choice = chat(base, **asked)
-            (call,) = choice["message"]["tool_calls"]
-            arguments = json.loads(call["function"]["arguments"])
-            assert (call["function"]["name"], choice["message"]["content"]) == ("read_file", None)
-            assert [type(arguments[name]) for name in ("path", "lines")] == [str, int]

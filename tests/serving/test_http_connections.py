@@ -4,15 +4,11 @@ import json
 import logging
 import os
 import resource
-import statistics
-import subprocess
-import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
 from functools import partialmethod
 from unittest.mock import Mock
-from urllib.parse import urlsplit
 
 import pytest
 import uvicorn
@@ -177,50 +173,6 @@ def test_a_client_over_its_share_is_told_to_wait_and_another_is_answered(demo_pa
             assert post(base, short, source=OTHER)[0] == 200
         assert service.stats().completed == 3  # the short ones, while none of the long ones ended
         service.close(graceful=False)
-
-
-HOG = """
-import http.client, json, sys, threading, time
-def ask():
-    while True:
-        connection = http.client.HTTPConnection(sys.argv[1], timeout=600)
-        connection.request("POST", "/v1/completions", sys.argv[2], {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        answer.read()
-        connection.close()
-        if answer.status != 200:
-            time.sleep(int(answer.headers["Retry-After"]))
-for _ in range(8):
-    threading.Thread(target=ask, daemon=True).start()
-sys.stdin.read()
-"""
-
-
-@pytest.mark.slow
-def test_beside_many_long_texts_a_short_one_is_there_after_less_than_three_times_its_own_steps(demo_pair):
-    """One client has 8 connections with 16 texts of 1,000 tokens each; the least of five medians, on a busy machine."""
-    target, draft, tokenizer = demo_pair
-    long, short = texts("class Stack:", 1000, n=16), texts("def read_lines(path):", 16, seed=1)
-    with (
-        SpeculativeDecoder(target, draft, "ersd").serve(slots=8, max_tokens=1024) as service,
-        running(service, tokenizer, max_tokens=1024) as base,
-    ):
-
-        def steps():
-            before = service.stats().batch_steps
-            assert post(base, short, source=OTHER)[0] == 200
-            return service.stats().batch_steps - before
-
-        ratios, where = [], urlsplit(base).netloc
-        while len(ratios) < 5 and min(ratios, default=3) >= 3:
-            quiet = statistics.median([steps() for _ in range(20)][5:])
-            with subprocess.Popen([sys.executable, "-c", HOG, where, json.dumps(long)], stdin=subprocess.PIPE) as hog:
-                eventually(lambda: service.stats().running >= 7 and service.stats().waiting > 20)
-                ratios.append(statistics.median(steps() for _ in range(25)) / quiet)
-                hog.kill()
-            eventually(lambda: service.stats().running == 0)
-        service.close(graceful=False)
-    assert min(ratios) < 3, ratios
 
 
 @pytest.mark.integration

@@ -2,10 +2,7 @@
 
 import random
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from conformance_parts import translated_of
@@ -17,7 +14,7 @@ from serving_cases import VOCAB, alone, held, tiny_llama
 from heavypath.speculative import Cascade, EarlyExit, Lookahead, SpeculativeDecoder
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.llama import LlamaForward
-from heavypath.speculative.serving.prefixes import Prefixes, common, tokens_of
+from heavypath.speculative.serving.prefixes import Prefixes
 
 DRAFTS = {
     "model": lambda target: tiny_llama(1),
@@ -69,34 +66,6 @@ def test_texts_are_those_without_rows_of_others(name):
         stats = service.stats()
     assert [done.tokens for done in found] == [alone(decoder, *each) for each in wanted]
     assert stats.reused_tokens == sum(done.reused_tokens for done in found) > 0.2 * stats.prompt_tokens
-
-
-@pytest.mark.slow
-def test_500_conversations_of_8_clients_at_a_time_have_the_texts_that_they_have_without_rows_of_others():
-    """The memory for rows has room for all of them, or for a few, which come and go."""
-    decoder, most = (
-        SpeculativeDecoder(tiny_llama(0), tiny_llama(1), "ersd", tree_size=6),
-        {0: 0, 1 << 16: 0, 8 << 20: 0},
-    )
-
-    def conversation(service, number):
-        made, text, answers = random.Random(number), [], []
-        for _ in range(3):
-            text += [made.randrange(VOCAB) for _ in range(made.randint(1, 30))]
-            sent = service.submit(text, 8, made.choice([0.0, 0.9]), seed=number, eos_token_id=None)
-            answers.append(sent.result(60).tokens)
-            text += answers[-1]
-        return answers
-
-    texts = []
-    for kept in most:
-        with decoder.serve(slots=4, max_tokens=160, prefix_bytes=kept) as service, ThreadPoolExecutor(8) as clients:
-            texts.append([*clients.map(partial(conversation, service), range(500))])
-            assert service._slots._prefixes.nbytes <= kept
-            most[kept] = service.stats().reused_tokens
-    assert texts[0] == texts[1] == texts[2]
-    none, few, all_of_them = most.values()
-    assert none == 0 < few < all_of_them
 
 
 def test_a_later_turn_computes_its_new_tokens_alone(read):
@@ -315,13 +284,3 @@ def test_a_prompt_that_is_given_up_leaves_the_others_of_its_group():
         for each, prompt in ((sent[0], [1, 1]), (sent[2], [3, 3])):
             settings = {"max_new_tokens": 4, "temperature": 0.0, "eos_token_id": None}
             assert each.result(60).tokens == alone(decoder, prompt, settings, 0)
-
-
-def test_common_beginnings_are_found_as_by_hand():
-    made = random.Random(0)
-    for _ in range(200):
-        one, other = ([made.randrange(2) for _ in range(made.randint(0, 6))] for _ in range(2))
-        by_hand = next((place for place, pair in enumerate(zip(one, other, strict=False)) if len({*pair}) > 1), None)
-        by_hand = min(len(one), len(other)) if by_hand is None else by_hand
-        assert common(tokens_of(one), tokens_of(other)) == by_hand
-    assert tokens_of(torch.tensor([1, 2]).tolist()).dtype == np.int64

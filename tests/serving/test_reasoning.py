@@ -8,7 +8,7 @@ from http_server import NAME, client_of, post, running, with_template
 from played_service import Service, served
 
 from heavypath.speculative import SpeculativeDecoder
-from heavypath.speculative.http.reasoning import REASONING, ReasoningReader, reasoning_of, state_after
+from heavypath.speculative.http.reasoning import REASONING, ReasoningReader
 
 # As Qwen3's: thinking is opened in the prompt, or closed there.
 TEMPLATE = (
@@ -186,19 +186,6 @@ def test_a_text_held_to_a_form_without_an_end_of_thinking_is_the_answer(answered
     }  # fmt: skip
     asked["structured_outputs"] = {"choice": ["a</think>yes"]}
     assert answered("a</think>yes", **asked)[0]["reasoning_content"] == "a"
-
-
-def test_a_template_and_a_prompt_say_whether_there_is_thinking():
-    think = REASONING["think"]
-    assert reasoning_of("{% if '</think>' in content %}") is think
-    assert reasoning_of("[THINK]") is REASONING["mistral"]
-    assert reasoning_of("<seed:think>") is REASONING["seed_oss"]
-    assert reasoning_of("<|channel|>analysis") is reasoning_of("{{ messages }}") is None
-    for prompt, state in (
-        ("<think>\n", True), ("user: <think> assistant:", None), ("<think>\n\n</think>\n\n", False), ("", None),
-        ("assistant</think>", False), ("<think>a</think> b <think>", True),
-    ):  # fmt: skip
-        assert state_after(prompt, think) is state
 
 
 def test_where_a_text_is_said_the_first_time_is_known():

@@ -143,19 +143,6 @@ def test_adapters_that_are_switched_or_changed(change, model):
     assert before != expected
 
 
-@pytest.mark.parametrize("change", [loaded, copied_unseen, replaced])
-@pytest.mark.few(1)
-def test_an_idle_services_next_prompt_takes_no_rows_of_the_model_before(change, model):
-    with SpeculativeDecoder(model, method="autoregressive").serve(slots=1, max_tokens=64) as service:
-        long = PROMPT + PROMPT
-        text(service, long)
-        assert service.submit(long, 8, **GREEDY).result(60).reused_tokens > len(PROMPT)
-        change(model)
-        done = service.submit(long, 8, **GREEDY).result(60)
-        assert (done.reused_tokens, done.tokens) == (0, greedy(model, long))
-        assert service.submit(long, 8, **GREEDY).result(60).reused_tokens > len(PROMPT)
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("change", [loaded, given, adapted, replaced])
 def test_a_changed_draft_ends_nothing_and_its_rows_are_made_anew(change, model):
@@ -172,12 +159,6 @@ def test_a_changed_draft_ends_nothing_and_its_rows_are_made_anew(change, model):
         assert service.submit([*PROMPT, 5], 8, **GREEDY).result(60).tokens == greedy(model, [*PROMPT, 5])
         fresh = SpeculativeDecoder(model, draft, "ersd").generate(torch.tensor([PROMPT]), 8, **GREEDY)
         assert service.submit(PROMPT, 8, **GREEDY, client=None).result(60).steps == fresh.stats.steps
-
-
-def test_a_draft_that_follows_its_target(model):
-    """One is the first layer of the other."""
-    before, expected = check(copied, model, EarlyExit(1))
-    assert before != expected
 
 
 @pytest.mark.parametrize("graceful", [True, False])

@@ -15,11 +15,8 @@ from played_graphs import Stream
 from played_steps import Tape
 from processed_texts import odd_behind_even
 from serving_cases import VOCAB, alone, generated, held, tiny_llama
-from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
-from tiny_models import exact_law
 from tiny_models import tiny_llama as shorter_llama
 
-from heavypath.kernels.filtering import Filters
 from heavypath.speculative import Cascade, EarlyExit, Lookahead, Mixture, PromptLookup, SpeculativeDecoder
 from heavypath.speculative.serving import Closed, QueueFull
 
@@ -78,22 +75,6 @@ def test_each_text_is_that_of_the_prompt_alone(name):
     assert stats.new_tokens == sum(len(done.tokens) for done in found)
     assert stats.prompt_tokens == sum(len(each[0]) for each in wanted)
     assert stats.batch_steps < stats.steps == sum(done.steps for done in found)
-
-
-def test_sampling_each_in_its_own_way_is_lossless():
-    """Two tokens of 900 requests side by side, of three temperatures: counts against the exact law of each."""
-    target = tiny_llama(0)
-    prompt, kinds = [3, 1, 4], [Filters(0.6), Filters(1.2, top_k=4), Filters(0.9, top_p=0.8)]
-    decoder = SpeculativeDecoder(target, tiny_llama(1), "sequoia")
-    wanted = [
-        (prompt, {"max_new_tokens": 2, **kinds[number % 3]._asdict(), "eos_token_id": None}, number)
-        for number in range(900)
-    ]
-    with decoder.serve(slots=32, max_tokens=16, queue=1_000) as service:
-        texts = torch.tensor(served(service, wanted))
-    for number, filters in enumerate(kinds):
-        law = exact_law(target, torch.tensor(prompt), filters, 2)
-        assert chi_square_p_value(joint_counts(texts[number::3], VOCAB), law) > SIGNIFICANCE
 
 
 def test_tokens_come_as_steps_bring_them_to_threads_and_to_asyncio(decoder):
@@ -207,6 +188,25 @@ def test_bad_requests_and_limits_are_refused_at_once(given, message, decoder):
             service.submit(**({"input_ids": [1, 2]} | given))
         assert service.stats().submitted == 0
         assert len(service.submit([1, 2], 3, eos_token_id=None).result(60).tokens) == 3
+
+
+def test_requests_without_a_seed_are_repeated_by_the_services_number_and_by_their_own():
+    decoder = SpeculativeDecoder(tiny_llama(0), method="autoregressive")
+    sampled = {"max_new_tokens": 24, "temperature": 1.2, "eos_token_id": None}
+
+    def texts(unseeded):
+        with decoder.serve(slots=4, max_tokens=64, unseeded=unseeded) as service:
+            sent = [service.submit([1, 2, 3], **sampled) for _ in range(4)]
+            return [(each.seed, tuple(each.result(60).tokens)) for each in sent], service.unseeded
+
+    (first, number), (other, _) = texts(None), texts(6)
+    assert texts(number) == (first, number)
+    assert len({text for _, text in [*first, *other]}) == 8
+    for seed, text in first:
+        assert alone(decoder, [1, 2, 3], sampled, seed) == [*text]
+    for given in (-1, "7", 0.5):
+        with pytest.raises((TypeError, ValueError), match=f"unseeded must be .*integer.*, got {given!r}"):
+            decoder.serve(unseeded=given)
 
 
 def test_an_error_ends_the_request_that_it_is_about_and_no_other():

@@ -61,12 +61,6 @@ def test_an_answer_in_json_is_no_call(text):
     assert (reader.add(text) + reader.end()[0], reader.end()[1]) == (text, [])
 
 
-def test_a_call_of_an_offered_tool_is_one_without_a_marker():
-    reader = CallReader(FORMATS["llama3"], offered=frozenset("f"))
-    assert reader.add(json.dumps(LLAMA)) == ""
-    assert [call.name for call in reader.end()[1]] == ["f"]
-
-
 @pytest.mark.parametrize(("after", "said"), [
     ("Done.", "Done."), ("\n5, or [1] {}", "5, or [1] {}"), (", and more", ", and more"), ("f{}", "f{}"),
 ])  # fmt: skip
@@ -75,12 +69,6 @@ def test_what_is_said_after_a_call_leaves_it_a_call(after, said):
     for text, names in ((call + after, ["f"]), (call + after + call, ["f", "f"])):
         rest, calls = calls_in(text, FORMATS["hermes"])
         assert (rest, [each.name for each in calls]) == (said, names)
-
-
-def test_only_the_first_call_is_told_where_one_is_asked_for():
-    reader = CallReader(FORMATS["mistral"], parallel=False)
-    reader.add(f"[TOOL_CALLS]{json.dumps([A, B])}")
-    assert [each.name for each in reader.end()[1]] == ["f"]
 
 
 @pytest.mark.timeout(600)  # where each space looks at those behind it, this takes hours
