@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from block_checkpoints import LAWS, block_of, of_one_law, said_of, tensors_of, variant, zlab
+from block_checkpoints import LAWS, block_of, tensors_of, variant, zlab
 from drafted_cases import PROMPTS, assert_drafts_as_said, assert_later_turns_agree
 from head_checkpoints import write
 from rounding import SMALL_MODEL
@@ -24,7 +24,7 @@ from heavypath.speculative.costs.gpu_step import LEVEL_NODES, estimated_costs
 from heavypath.speculative.costs.roofline import Device, Work
 from heavypath.speculative.drafts.blocks.checkpoint import load_block
 from heavypath.speculative.drafts.blocks.draft import BlockHeadDraft
-from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count
+from heavypath.speculative.drafts.kinds import as_draft, draft_parameter_count
 from heavypath.speculative.models.forward_of import forward_of
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
@@ -156,56 +156,6 @@ def test_the_joint_law_of_four_tokens_is_the_targets(law, method, verifier, sequ
     assert out.stats.tokens_per_step > 1.1
     fit = goodness_of_fit(out.sequences[:, PROMPT.shape[1] :], joint_law(target, PROMPT[0], 4, temperature=0.8))
     assert fit.is_lossless(), str(fit)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("law", LAWS)
-@torch.inference_mode()
-def test_a_chain_is_accepted_as_often_as_the_overlap_of_both_laws_says(law, tmp_path):
-    """All of three tokens with the probability sum of prod min(P, Q) over their paths, Q by the oracle."""
-    target, text = tiny_llama(0), PROMPT[0]
-    head = block_of(target, tmp_path, **LAWS[law])
-    oracle, paths = said_of(head, target, text), {(): 1.0}
-    for _ in range(3):
-        longer = {}
-        for path, weight in paths.items():
-            whole = torch.cat([text, torch.tensor(path, dtype=torch.long)])
-            target_law = (target(whole[None]).logits[0, -1] / 3).softmax(-1)
-            overlap = target_law.minimum((oracle.after(path) / 3).softmax(-1).float())
-            longer |= {(*path, token): weight * float(part) for token, part in enumerate(overlap)}
-        paths = longer
-    expected = sum(paths.values())
-    decoder = SpeculativeDecoder(target, head, "chain", tree_size=4, verifier="rejection")
-    out = decoder.generate(PROMPT.expand(2500, -1), max_new_tokens=4, temperature=3.0, seed=3)
-    found = float((out.stats.steps_of == 1).double().mean())
-    assert 0.02 < expected < 0.98
-    assert abs(found - expected) < 5 * (expected * (1 - expected) / 2500) ** 0.5
-
-
-@pytest.mark.slow
-@pytest.mark.few(1)
-@pytest.mark.parametrize("method", ["chain", "sequoia", "dyspec"])
-def test_temperatures_of_depths_cure_flat_laws_and_keep_the_text_exact(method, tmp_path):
-    """The target's law is the same everywhere, and the draft's logits are a fifth of its own: far too flat."""
-    target, kind = tiny_llama(0), variant(vocab=7, drafted=7, width=16, read=16, ids=(0,), mask=6)
-    tensors = of_one_law(target, tensors_of(kind), [1.3, 0.4, 0.2, 0.0, 0.0, -0.1, -0.2])
-    tensors["norm.weight"] = torch.full((16,), 0.2)
-    config, _ = zlab(kind)
-    head = load_block(write(tmp_path, config | {"num_target_layers": 2}, tensors), target)
-    reached = []
-    for temperatures in ([], [0.2] * head.config.depths, [0.2, 0.4, 0.3, 0.1]):
-        head.set_temperatures(temperatures)
-        assert ("at temperatures" in describe(head)) == bool(temperatures)
-        decoder = SpeculativeDecoder(target, head, method, tree_size=5)
-        out = decoder.generate(PROMPT.expand(3_000, -1), max_new_tokens=4, temperature=1.0, seed=4)
-        fit = goodness_of_fit(out.sequences[:, PROMPT.shape[1] :], joint_law(target, PROMPT[0], 4))
-        assert fit.is_lossless(), str(fit)
-        reached.append(out.stats.tokens_per_step)
-    assert reached[1] >= reached[2] > 1.1 * reached[0]
-    assert method != "chain" or reached[1] == 4 > 2.5 * reached[0]  # all is accepted, of 1.4 tokens a step
-    for wrong in ([0.5], [0.5, 0.5, 0.5, 0.0]):
-        with pytest.raises(ValueError, match=r"temperatures must be 4 numbers above 0, one a depth, got \[0.5"):
-            head.set_temperatures(wrong)
 
 
 def test_a_block_read_one_row_off_is_accepted_hardly_ever_and_the_log_says_so(tmp_path, caplog):

@@ -1,15 +1,27 @@
 """Heads as published: every layout and variant has the logits of the formulas, however its config.json says it.
 
-Many of the cases are named after what others got wrong when they loaded heads.
+What does not fit the target, or is not whole, is refused by name. Many of the cases are named after what others got
+wrong when they loaded heads.
 """
 
 import json
+import re
 
-import huggingface_hub.constants
 import pytest
 import torch
 from block_checkpoints import block_of
-from head_checkpoints import VOCAB, as_speculators, driven, official, oracle, settings, tiny_target, variant, write
+from head_checkpoints import (
+    LAYERS,
+    VOCAB,
+    as_speculators,
+    driven,
+    official,
+    oracle,
+    settings,
+    tiny_target,
+    variant,
+    write,
+)
 from medusa_checkpoints import published
 from medusa_checkpoints import write as write_medusa
 from rounding import SMALL_MODEL
@@ -17,14 +29,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from heavypath.speculative import BlockHead, MedusaHeads, PromptLookup, load_draft, new_head
+from heavypath.speculative import BlockHead, MedusaHeads, load_draft, new_head
 from heavypath.speculative.drafts.heads.checkpoint import is_head, load_head
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.drafts.heads.saving import save_head
-from heavypath.speculative.drafts.trained import is_trained_head
-from heavypath.speculative.files import checkpoint
 from heavypath.speculative.files.checkpoint import Checkpoint
-from heavypath.speculative.files.hub import WEIGHTS
 from heavypath.speculative.loading import load_pair
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
@@ -155,14 +164,6 @@ def test_the_formulas_of_variants_with_the_same_tensors_differ(target):
         assert (oracle(variant(**options), tensors, target) - plain).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("how", WEIGHTS["head"])
-def test_weights_are_read_from_any_file_whole_or_in_pieces(how, target, tmp_path):
-    kind = variant(generation=3 if "safetensors" in how else 1)
-    folder = write(tmp_path, settings(kind), official(kind), how)
-    assert_same(load_head(folder, target), kind, official(kind), target)
-    assert is_head(Checkpoint(folder))
-
-
 def test_names_may_have_the_prefix_of_a_model_and_safetensors_are_preferred_to_pickles(target, tmp_path):
     kind, tensors = variant(), official(variant())
     write(tmp_path, settings(kind), {"fc.weight": torch.zeros(1)}, "pytorch_model.bin")
@@ -236,53 +237,6 @@ def test_a_head_has_the_targets_dtype_but_its_rotary_table_does_not(target, tmp_
     assert load_head(folder, target, device="cpu").fc.weight.device.type == "cpu"
 
 
-@pytest.fixture
-def cached(tmp_path, monkeypatch):
-    """A name of a head in a cache as the hub's client keeps it, without a network."""
-    repository = tmp_path / "models--somebody--head"
-    for name, revision in (("main", "1" * 40), ("second", "2" * 40)):
-        snapshot = repository / "snapshots" / revision
-        snapshot.mkdir(parents=True)
-        saved(snapshot, rms_norm_eps=1e-5 * int(revision[0]))
-        (repository / "refs").mkdir(exist_ok=True)
-        (repository / "refs" / name).write_text(revision)
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        monkeypatch.setattr(huggingface_hub.constants, name, str(tmp_path), raising=False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    return "somebody/head"
-
-
-def test_a_name_is_looked_up_in_the_cache_without_a_network(cached, target):
-    for given in (cached, Checkpoint(cached, local_files_only=True)):
-        head = load_head(given, target)
-        assert_same(head, variant(), official(variant()), target)
-    assert is_trained_head(cached)
-    assert load_head(Checkpoint(cached, revision="second"), target).config.rms_norm_eps == 2e-5
-    with pytest.raises(FileNotFoundError, match="'somebody/else' is neither a folder with a config"):
-        load_head("somebody/else", target)
-    assert not is_trained_head("somebody/else")
-
-
-def test_nothing_is_fetched_but_config_and_weights(target, tmp_path, monkeypatch):
-    folder, asked = saved(tmp_path)[0], []
-
-    def fetched(name, file, *, revision, local_files_only):
-        asked.append((name, file, revision, local_files_only))
-        return str(folder / file) if (folder / file).is_file() else None
-
-    monkeypatch.setattr(checkpoint, "cached_file", fetched)
-    load_head(Checkpoint("somebody/head", revision="v2"), target)
-    assert asked == [("somebody/head", file, "v2", False) for file in ("config.json", "model.safetensors")]
-
-
-def test_load_draft_takes_models_and_other_drafts_by_one_argument(target, tmp_path):
-    target.save_pretrained(tmp_path)
-    assert torch.equal(load_draft(str(tmp_path), target).lm_head.weight, target.lm_head.weight)
-    assert isinstance(load_draft("prompt-lookup", target), PromptLookup)
-    with pytest.raises(FileNotFoundError, match="the draft 'nothing' is no folder here and is not in"):
-        load_draft("nothing", target)
-
-
 @pytest.mark.parametrize("kind", [EagleHead, MedusaHeads, BlockHead])
 @pytest.mark.few(1)
 def test_a_pair_may_be_a_model_and_a_head(kind, demo_pair, tmp_path):
@@ -322,3 +276,119 @@ def test_a_head_with_mask_hidden_drafts_all_levels_at_once(shape, key, target, t
         for given in (None, 40, *(["<mask>"] if key == "pard_token" else [])):
             with pytest.raises(ValueError, match=r"mask_hidden, so config\.json must give .* of the target's 40, got"):
                 load_head(write(folder, config | {key: given}, tensors | {"mask_hidden": mask}), target)
+
+
+HEADS = {"eagle-3": {}, "eagle-1": FIRST}
+
+
+def refused(folder, target, options, *expected, tensors=(), without=(), **given):
+    """The message has all that is expected; tensors are changed or left out, settings are given."""
+    kind = variant(**options)
+    found = {name: tensor for name, tensor in (official(kind) | dict(tensors)).items() if name not in without}
+    with pytest.raises(ValueError, match="cannot draft for this target") as caught:
+        load_head(write(folder, settings(kind, **given), found), target)
+    for part in expected:
+        assert re.search(part, str(caught.value)), caught.value
+
+
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+def test_every_tensor_that_is_missing_or_of_another_shape_is_named(options, target, tmp_path):
+    for name, tensor in official(variant(**options)).items():
+        named = re.escape(name.replace("midlayer.", "layers.0."))
+        if name not in ("t2d", "embed_tokens.weight"):
+            refused(tmp_path, target, options, named, "missing", without=[name])
+        sizes = ("fc.weight", "d2t", "t2d", "q_proj.weight", "gate_proj.weight", "lm_head.weight")
+        if not name.endswith(sizes):  # of these the sizes are taken
+            wider = torch.zeros(tensor.shape[0] + 1, *tensor.shape[1:])
+            shapes = (re.escape(str([*each.shape])) for each in (wider, tensor))
+            refused(tmp_path, target, options, named, *shapes, tensors={name: wider})
+
+
+ONES, IDS = torch.ones(16), official(variant())["d2t"] + torch.arange(24)
+CASES = {
+    "2 tensors are not known: layers.0.self_attn.sinks, mask_embedding": (
+        {}, {"tensors": {"mask_embedding": torch.zeros(1), "layers.0.self_attn.sinks": torch.zeros(4)}},
+    ),
+    "has 'layers.0.hidden_norm.weight' twice, once as": ({}, {"tensors": {"layers.0.hidden_norm.weight": ONES}}),
+    r"fc\.weight is torch\.int8; expected floating point": (
+        {}, {"tensors": {"fc.weight": torch.zeros(16, 48, dtype=torch.int8)}},
+    ),
+    # EAGLE-1 has no norms where a Llama has them; they are not dropped in silence either
+    r"not known: norm\.weight": (FIRST, {"tensors": {"norm.weight": ONES}}),
+    r"not known: layers\.0\.input_layernorm\.weight": (FIRST, {"tensors": {"layers.0.input_layernorm.weight": ONES}}),
+    r"missing: layers\.1\.mlp\.up_proj\.weight": ({"layers": 2}, {"without": ["layers.1.mlp.up_proj.weight"]}),
+    # norms that the config promises are not left out
+    r"missing: fc_norm\.0\.weight": ({}, {"fc_norm": True}),
+    r"missing: input_norm\.weight": ({}, {"norm_before_fc": True}),
+    # an lm_head is the target's or refused, but never random
+    "missing: lm_head.weight; the target's cannot stand in.*40 tokens, for a head of width 16 and 24": (
+        {"own_lm_head": False}, {},
+    ),
+    "missing: lm_head.weight; the target's cannot stand in.*width 12": (
+        FULL | {"own_lm_head": False, "width": 12, "own_embedding": True}, {},
+    ),
+    # the last layer before the final norm is not taken for what is behind it
+    "outputs of layers 1, 4, 7; that of the last, 7, is not to be had before the .* final norm": (
+        {}, {"eagle_aux_hidden_state_layer_ids": (2, 5, LAYERS)},
+    ),
+    "outputs of layers 1, 5, 7; that of the last, 7, is not to be had": (
+        {}, {"eagle_aux_hidden_state_layer_ids": (1, 5, LAYERS - 1)},
+    ),
+    "hidden states 2, 5, 9, expected 0 to 7 of a target of 8 layers": (
+        {}, {"eagle_aux_hidden_state_layer_ids": (2, 5, LAYERS + 1)},
+    ),
+    "type 'dynamic', expected default, linear": ({}, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+    "partial_rotary_factor 0.5; expected": ({}, {"partial_rotary_factor": 0.5}),
+    r"d2t is torch.int64 of shape \[23\], expected integers of shape \[24\]": (
+        {}, {"tensors": {"d2t": torch.zeros(23).long()}},
+    ),
+    "23 different ones; expected 24 different ones": ({}, {"tensors": {"d2t": -(torch.arange(24) == 1).long()}}),
+    "d2t holds absolute ids .* subtract": ({}, {"tensors": {"d2t": IDS}}),
+    "d2t holds absolute ids of tokens, .* subtract": ({}, {"tensors": {"d2t": IDS.flip(0)}, "without": ["t2d"]}),
+    "d2t holds absolute ids of tokens, expected offsets.* subtract": ({}, {"tensors": {"d2t": torch.arange(24)}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", CASES)
+def test_what_is_no_head_for_this_target_is_refused(message, target, tmp_path):
+    options, changes = CASES[message]
+    refused(tmp_path, target, options, message, **changes)
+
+
+def test_a_table_of_rotary_angles_is_not_needed(target, tmp_path):
+    more = {"layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    assert load_head(write(tmp_path, settings(variant()), official(variant()) | more), target)
+
+
+def test_a_target_of_another_width_is_refused(tmp_path):
+    wide = tiny_target(width=24)
+    expected = r"fc\.weight has shape \[16, 48\], expected \[16, 72\]", "states 2, 4, 5 of width 24", "give the target"
+    refused(tmp_path, wide, {"own_embedding": True}, *expected)
+    missing = "missing: embed_tokens.weight", "of width 24 and 40 tokens, for a head of width 16 and 24 tokens"
+    refused(tmp_path, wide, {}, *missing)
+    refused(tmp_path, wide, FIRST, r"fc\.weight has shape \[16, 32\], expected \[16, 40\]")
+
+
+def test_a_target_of_another_vocabulary_is_refused(tmp_path):
+    other = tiny_target(vocab=20)
+    shapes = r"weight has shape \[40, 16\], expected \[20, 16\].*give the target"
+    refused(tmp_path, other, FIRST, f"embed_tokens.{shapes}")
+    refused(tmp_path, other, FULL, f"lm_head.{shapes}", vocab_size=20)
+    refused(tmp_path, other, {}, r"t2d has shape \[40\], expected \[20\]", vocab_size=20)
+    refused(tmp_path, other, {}, "vocab_size 40, expected the target's", without=["t2d"])
+    refused(tmp_path, other, {}, "d2t.*expected 24 different ones", without=["t2d"], vocab_size=20)
+
+
+def test_an_index_names_files_of_its_own_folder_alone(target, tmp_path):
+    folder = write(tmp_path / "head", settings(variant()), official(variant()))
+    (folder / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"fc.weight": "../elsewhere.safetensors"}}')
+    with pytest.raises(ValueError, match=r"index\.json' names '\.\./elsewhere.*', expected files of its own folder"):
+        load_head(folder, target)
+
+
+def test_a_config_that_is_no_json_is_refused(target, tmp_path):
+    write(tmp_path, {}, official(variant()))
+    (tmp_path / "config.json").write_text("[")
+    with pytest.raises(ValueError, match="cannot read"):
+        load_head(tmp_path, target)

@@ -6,12 +6,11 @@ import pytest
 import torch
 from block_checkpoints import LAWS, block_of
 from drafted_cases import assert_drafts_as_said, assert_later_turns_agree, law_of, said_by, small_draft, steps_of
+from families import tiny
 from head_cases import VARIANTS, entries_over, head_of
 from medusa_checkpoints import heads_of, oracle
-from played_steps import Launches
 from rounding import SMALL_MODEL
 from tiny_models import transformers_greedy
-from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from heavypath.kernels.commit import StateField
 from heavypath.speculative import Pard, SpeculativeDecoder, load_demo_head
@@ -85,12 +84,7 @@ def test_kept_rows_do_not_keep_the_memory_of_the_cache_that_they_were_in(kind, t
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_a_target_by_transformers_own_forward_pass(kind, tmp_path):
-    torch.manual_seed(3)
-    config = GPTNeoXConfig(
-        vocab_size=7, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
-        max_position_embeddings=128, initializer_range=0.4, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config).eval().double()
+    model = tiny("gpt_neox", vocab_size=7, max_position_embeddings=128).double()
     head, tensors = (head_of(model), None) if kind == "eagle" else heads_of(model, tmp_path)
     out, steps = steps_of(SpeculativeDecoder(model, head, "sequoia", tree_size=8), PROMPT, max_new_tokens=40)
     text = out.sequences[0]
@@ -168,13 +162,3 @@ def test_acceptance_at_a_depth_is_that_of_a_draft_which_reads_itself(kind, targe
         if kind in LAWS:  # the others keep their own entries there
             for now, then in zip((cache.keys, cache.values), before, strict=True):
                 assert torch.equal(now[:, :, :7], then[:, :, :7])
-
-
-@pytest.mark.parametrize("columns", [(), (3,)])
-@torch.inference_mode()
-def test_rows_of_each_sequence_are_read_by_one_launch(columns):
-    field, rows, launches = torch.randn(2, 5, *columns), torch.tensor([[4, 0, 0], [1, 2, 3]]), Launches()
-    with launches:
-        read = head_module._rows_of(field, rows)
-    assert torch.equal(read, torch.stack([field[0, rows[0]], field[1, rows[1]]]))
-    assert launches.names == ["gather.default"]

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from distil_cases import TINY, overlaps, silent, texts
+from distil_cases import TINY, silent, texts
 from head_training_cases import VOCABULARY, random_rows, tiny_head, tiny_target
 
-from heavypath.speculative import distil, distillation, most_frequent, new_head
+from heavypath.speculative import distil, distillation
 from heavypath.speculative.training import kept
 from heavypath.speculative.training.kept import KeptStates, bytes_kept
 from heavypath.speculative.training.learning import learn
@@ -107,15 +107,6 @@ def test_logits_that_depend_on_other_tokens_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(target, "forward", forward)
     with pytest.raises(ValueError, match="depend on other tokens'; set keep=False"):
         kept_states(tmp_path, Teacher(target), TOKENS)
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_a_head_learns_as_well_with_them(keep, tmp_path):
-    target, documents = tiny_target(), texts()
-    torch.manual_seed(1)
-    head = new_head(target, most_frequent(documents, 20, VOCABULARY))
-    record = distil(head, target, documents, tmp_path / "head", replace(TINY, epochs=3, keep=keep), say=silent)
-    assert all(late > early + 0.02 for early, late in zip(*overlaps(record), strict=True))
 
 
 @pytest.mark.few(2)

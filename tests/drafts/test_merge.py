@@ -66,19 +66,6 @@ def test_greedy_children_are_the_likeliest_tokens_of_one_draft_after_the_other(t
     }  # fmt: skip
 
 
-LIKELY = [9.0, 5, 2, 2, 1, 1, 1], [1.0, 1, 2, 9, 9, 2, 1], [1.0, 9, 2, 9, 1, 1, 1]
-
-
-@pytest.mark.parametrize(("children", "laws"), [(3, (0, 1)), (2, (2, 2))])
-def test_the_law_of_two_tokens_below_children_of_two_drafts_is_exact(children, laws):
-    """Drafts of another law each, and of the same law, but with noise of their own."""
-    target, prompt = tiny_llama(1), torch.tensor([3, 1, 4, 3, 1])
-    merge = Merge([Bigrams(torch.tensor(LIKELY[law]).log().expand(7, 7)) for law in laws])
-    decoder = SpeculativeDecoder(target, merge, "specinfer", tree=TokenTree.k_ary(children, 1))
-    out = decoder.generate(prompt.expand(10_000, -1), max_new_tokens=2, temperature=0.9, seed=4)
-    assert goodness_of_fit(out.sequences[:, 5:], joint_law(target, prompt, 2, temperature=0.9)).is_lossless()
-
-
 @pytest.mark.parametrize(("method", "options"), [
     ("specinfer", {"tree": DEEP}), ("specinfer", {"tree": DEEP, "verifier": "rejection"}),
     ("sequoia", {"tree": DEEP}), ("rsd-c", {"branching": [3, 2], "verifier": "traversal"}),

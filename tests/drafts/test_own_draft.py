@@ -147,18 +147,21 @@ def test_rows_of_accepted_nodes_follow_the_text_in_the_drafts_own_cache():
     assert out.stats.tokens_per_step > 1.05, "nothing is shown of rows behind accepted nodes"
 
 
-def test_a_module_may_be_a_draft():
-    class Module(nn.Module):
-        new_cache, prefill, forward = Bigrams.new_cache, Bigrams.prefill, Bigrams.__call__
+class CachingModule(nn.Module):
+    new_cache, prefill, forward = Bigrams.new_cache, Bigrams.prefill, Bigrams.__call__
 
-    draft = Module()
+
+class StatelessModule(nn.Module, Draft):
+    forward = Bigrams.__call__
+
+
+@pytest.mark.parametrize(("kind", "method"), [(CachingModule, "dyspec"), (StatelessModule, "sequoia")])
+def test_a_module_may_be_a_draft_and_without_state_if_it_inherits_draft(kind, method):
+    draft = kind()
     draft.logits = nn.Parameter(random_table(VOCAB))
-    decoder = SpeculativeDecoder(tiny_llama(1), draft, "dyspec")
+    decoder = SpeculativeDecoder(tiny_llama(1), draft, method)
     expected = transformers_greedy(decoder.target, PROMPT[None], 20)
     assert torch.equal(decoder.generate(PROMPT[None], 20).sequences, expected)
-    draft.prefill = None
-    with pytest.raises(TypeError, match=r"got 'Module', which lacks prefill\(tokens, cache\)"):
-        SpeculativeDecoder(decoder.target, draft)
 
 
 def test_a_draft_without_state_needs_no_cache_and_writes_the_same_text():
@@ -172,17 +175,6 @@ def test_a_draft_without_state_needs_no_cache_and_writes_the_same_text():
     ]
     assert torch.equal(found[0].sequences, found[1].sequences)
     assert found[0].stats.tokens_per_step == found[1].stats.tokens_per_step > 1
-
-
-def test_a_module_without_state_is_a_draft_if_it_inherits_draft():
-    class Module(nn.Module, Draft):
-        forward = Bigrams.__call__
-
-    draft = Module()
-    draft.logits = nn.Parameter(random_table(VOCAB))
-    decoder = SpeculativeDecoder(tiny_llama(1), draft)
-    expected = transformers_greedy(decoder.target, PROMPT[None], 20)
-    assert torch.equal(decoder.generate(PROMPT[None], 20).sequences, expected)
 
 
 def without(*names, **added):

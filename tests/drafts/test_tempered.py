@@ -118,6 +118,7 @@ def test_a_profiles_temperatures_are_those_that_a_head_may_be_given(method, tmp_
     found = []
     for given, temperatures in (((), DRAWN_AT), (DRAWN_AT, []), ((), [])):
         head.set_temperatures(given)
+        assert ("at temperatures" in describe(head)) == bool(given)
         profile = profile_with(target, head, method, temperatures=temperatures)
         decoder = SpeculativeDecoder(target, head, method, profile=profile, verifier="rejection")
         sampled, greedy = (decoder.generate(PROMPT.expand(6, -1), 20, temperature=each, seed=3) for each in (1.0, 0.0))
@@ -129,6 +130,9 @@ def test_a_profiles_temperatures_are_those_that_a_head_may_be_given(method, tmp_
     assert by_profile == by_head
     assert all(one != other for one, other in zip(by_profile, plain, strict=True))
     assert greedy == plain_greedy
+    for wrong in ([0.5], [0.5, 0.5, 0.0]):
+        with pytest.raises(ValueError, match=r"temperatures must be 3 numbers above 0, one a depth, got \[0.5"):
+            head.set_temperatures(wrong)
 
 
 @pytest.mark.few(1)

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from conformance_parts import other_tokenizer_of, tokenizer_of, translated_of
+from conformance_parts import other_tokenizer_of, tokenizer_of
 from drafted_cases import PROMPTS, assert_drafts_as_said, assert_later_turns_agree, steps_of
 from families import tiny
 from recurrent_families import recurrent
@@ -16,13 +16,10 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from heavypath.speculative import (
     Cascade,
-    Mixture,
     PromptLookup,
     SpeculativeDecoder,
     TokenTree,
     Translated,
-    goodness_of_fit,
-    joint_law,
     load_draft,
 )
 from heavypath.speculative.drafts.kinds import describe
@@ -144,21 +141,6 @@ def test_a_long_chain_of_one_text_reaches_not_beyond_the_rows_of_another(target,
     assert min(ends) >= 0
 
 
-@pytest.mark.slow
-def test_with_its_own_tokenizer_it_accepts_what_the_model_alone_does(demo_pair):
-    target, draft, tokenizer = demo_pair
-    wrapped = Translated(draft, tokenizer, tokenizer)
-    prompts = tokenizer(["import os\n", "def f(x):"], return_tensors="pt", padding=True, padding_side="left")
-    for method, temperature in (("chain", 0.0), ("sequoia", 0.8)):
-        one, other = (
-            SpeculativeDecoder(target, each, method).generate(
-                prompts.input_ids, 24, attention_mask=prompts.attention_mask, temperature=temperature
-            )
-            for each in (draft, wrapped)
-        )
-        assert_alike(one, other)
-
-
 def test_of_a_past_with_the_model_alone_nothing_is_taken(target):
     draft, prompt = tiny_llama(5, layers=1).double(), torch.tensor([[3, 1, 4, 1, 6, 2]])
     wrapped = SpeculativeDecoder(target, Translated(draft, tokenizer_of(7), tokenizer_of(7)), "chain")
@@ -182,22 +164,6 @@ def test_rows_of_a_cache_are_counted_in_the_targets_tokens(translated):
     for own, was in zip(cache.remembered(), before, strict=True):
         assert torch.equal(own[[2, 1, 0], :, :8], was[:, :, :8])
         assert torch.equal(own[:, :, 8:], was[:, :, 8:])
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("draft", ["alone", "mixture"])
-def test_the_joint_law_is_the_targets(draft):
-    """In a mixture the text itself proposes tokens that the draft lacks, below which it drafts, too."""
-    target, given = tiny_llama(3), translated_of(7, torch.float32)
-    if draft == "mixture":
-        given = Mixture([given, PromptLookup()], [0.5, 0.5])
-    prompt = torch.tensor([6, 2, 6, 6, 0, 6, 2])
-    tree = TokenTree([-1, 0, 1, 1, 0, 4])
-    decoder = SpeculativeDecoder(target, given, "sequoia", tree=tree)
-    out = decoder.generate(prompt.expand(4000, -1), 4, temperature=1.0, seed=3)
-    assert out.stats.tokens_per_step > 1.3
-    fit = goodness_of_fit(out.sequences[:, -4:], joint_law(target, prompt, 4))
-    assert fit.is_lossless(), str(fit)
 
 
 def test_a_draft_of_another_tokenizer_is_loaded_as_one_and_the_log_says_so(tmp_path, caplog):
