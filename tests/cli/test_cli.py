@@ -11,7 +11,6 @@ import subprocess
 import sys
 from functools import partial
 
-import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -57,20 +56,14 @@ def test_generate_reads_a_file_or_standard_input_and_prints_json(heavypath, tmp_
 
 
 def test_generate_writes_json_of_a_schema_or_what_matches_a_pattern(heavypath, tmp_path):
-    schema = {
-        "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 9}, "sizes": {"type": "array", "maxItems": 2,
-                       "items": {"type": "integer", "minimum": 0, "maximum": 99}}},
-        "required": ["name", "sizes"], "additionalProperties": False,
-    }  # fmt: skip
+    schema = {"type": "object", "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 99}}}
+    schema |= {"required": ["size"], "additionalProperties": False}
     (tmp_path / "schema.json").write_text(json.dumps(schema))
     for options in ((), ("--temperature", 0.9, "--seed", 2, "--method", "dyspec")):
         code, text, _ = heavypath("generate", "config = ", "--json-schema", tmp_path / "schema.json", *options)
         content = json.loads(text)
-        assert code == 0
-        assert [*content] == ["name", "sizes"]
-        assert len(content["name"]) <= 9
-        assert all(0 <= size <= 99 for size in content["sizes"])
+        assert (code, [*content]) == (0, ["size"])
+        assert 0 <= content["size"] <= 99
     pattern = "[a-z]{3,5}\\.py"
     answer = json.loads(heavypath("generate", "import ", "--regex", pattern, "--json")[1])
     assert re.fullmatch(pattern, answer["text"])
@@ -104,19 +97,6 @@ def test_generate_takes_models_from_folders_and_ends_at_their_end_token(heavypat
     model.save_pretrained(tmp_path / "target")
     ended = json.loads(heavypath("generate", "one two", "--target", tmp_path / "target", *models[2:], *options)[1])
     assert ended["token_ids"] == answer["token_ids"][:3]
-
-
-def test_generate_finds_models_by_name_in_the_hugging_face_cache(heavypath, folders, tmp_path, monkeypatch):
-    for name in ("target", "draft"):
-        entry = tmp_path / f"models--someone--{name}"
-        shutil.copytree(folders / name, entry / "snapshots" / "0123")
-        (entry / "refs").mkdir()
-        (entry / "refs" / "main").write_text("0123")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    arguments = ("generate", "one two", "--max-new-tokens", 3)
-    by_name = heavypath(*arguments, "--target", "someone/target", "--draft", "someone/draft")
-    assert by_name[:2] == heavypath(*arguments, "--target", folders / "target", "--draft", folders / "draft")[:2]
-    assert by_name[0] == 0
 
 
 def test_demo_compares_all_methods_with_transformers(heavypath):
@@ -326,15 +306,6 @@ def test_models_get_the_precision_asked_for(heavypath, folders):
     assert pair.target.dtype == pair.draft.dtype == torch.bfloat16
     code, _, errors = heavypath("generate", PROMPT, "--max-new-tokens", 2, "--dtype", "bfloat16", "--verbose")
     assert (code, "torch.bfloat16 on" in errors) == (0, True)
-
-
-def test_a_draft_with_another_tokenizer_drafts_what_is_common(heavypath, folders, caplog):
-    given = ("generate", "one two", "--max-new-tokens", 8, "--json", "--target", folders / "target", "--draft")
-    (code, one, _), (_, other, _) = (heavypath(*given, folders / draft) for draft in ("draft", "more words"))
-    assert code == 0
-    assert json.loads(one)["token_ids"] == json.loads(other)["token_ids"]
-    said = "the draft has another tokenizer: it drafts 7 of the target's 7 tokens (100%)"
-    assert [each.getMessage() for each in caplog.records if "tokenizer" in each.getMessage()] == [said]
 
 
 def test_chat_puts_the_prompt_into_the_tokenizers_template(heavypath, folders, tmp_path):

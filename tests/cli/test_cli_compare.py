@@ -1,4 +1,4 @@
-"""`heavypath compare`: own prompts, drafts and methods; as a table, as JSON and as a picture."""
+"""`heavypath compare`: own prompts, drafts and methods, and suites; as tables, as JSON, as a picture and as a page."""
 
 import json
 import sys
@@ -6,7 +6,10 @@ import sys
 import pytest
 from command_line import assert_refused
 
-from heavypath.speculative.comparison import ASSISTED, PLAIN
+from heavypath.speculative.cli import compare
+from heavypath.speculative.cli.suite import command_of
+from heavypath.speculative.suite.measure import SUITE_METHODS
+from heavypath.speculative.ways import ASSISTED, PLAIN
 
 OPTIONS = ("--max-new-tokens", 4, "--method", "chain")
 
@@ -45,20 +48,6 @@ def test_the_shipped_pair_is_compared_without_further_ado(heavypath):
     assert [row["text"] for row in rows] == ["same law"] * 3
 
 
-@pytest.mark.parametrize(("arguments", "code", "message"), [
-    ("", 2, "give some texts, or --prompts FILE"),
-    ("x --method medusa", 1, "--method must be one of autoregressive, .*, got 'medusa'"),
-    ("x --target gpt", 1, "the target 'gpt' is no folder here and is not in the Hugging Face cache"),
-    ("x --prompts no.txt", 2, "--prompts.* 'no.txt' does not exist"),
-    ("x --plot no/such/plot.png", 1, "--plot must be in a folder that exists"),
-    ("x --profile no.json", 1, "there is no profile 'no.json'"),
-    ("x --draft early-exit:all", 1, "expected early-exit:LAYERS"),
-    ("x --draft prompt-lookup --draft gpt", 1, r"a draft \('gpt'\) needs its target"),
-])  # fmt: skip
-def test_mistakes_are_said_in_one_line(arguments, code, message, heavypath):
-    assert_refused(heavypath("compare", *arguments.split()), code, message)
-
-
 def test_a_second_drafts_vocabulary_is_checked_and_a_plot_without_matplotlib_is_refused_before_any_work(
     heavypath, folders, models, monkeypatch
 ):
@@ -66,3 +55,72 @@ def test_a_second_drafts_vocabulary_is_checked_and_a_plot_without_matplotlib_is_
     assert_refused(refused, 1, "a draft must have 5% of the target's tokens")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert_refused(heavypath("compare", "x", "--plot", "plot.png"), 1, r"pip install '\.\[figures\]'")
+
+
+@pytest.fixture
+def suite(tmp_path):
+    path = tmp_path / "suite.json"
+    path.write_text(json.dumps({"counting": ["one two", "two three"], "dialogue": [["one", "two", "three"]]}))
+    return path
+
+
+def test_a_users_suite_is_measured_printed_and_written(heavypath, models, suite, tmp_path):
+    files = ("--save", tmp_path / "figures.json", "--page", tmp_path / "plots.html")
+    code, output, errors = heavypath(
+        "compare", "--suite", suite, *models, *OPTIONS, "--temperature", 0, "--temperature", 0.5, *files
+    )
+    assert code == 0, errors
+    words = " ".join(output.split())
+    for said in ("temperature 0.5", "2 of counting, 1 of dialogue", "no chat template", "standard error", "CPU thread"):
+        assert said in words
+    saved = json.loads((tmp_path / "figures.json").read_text())
+    assert {"command", "date", "device", "threads"} <= saved["environment"].keys()
+    assert saved["settings"]["temperatures"] == [0, 0.5]
+    assert {row["kind"] for row in saved["rows"]} == {"counting", "dialogue", "all"}
+    ways = [row["way"] for row in saved["rows"] if (row["kind"], row["temperature"]) == ("counting", 0)]
+    assert ways == [PLAIN, ASSISTED, "autoregressive", "chain"]
+    assert (tmp_path / "plots.html").read_text().count("<svg") == 2 * (2 + 3)
+
+
+def test_kinds_and_prompts_are_chosen_and_json_is_all_that_is_printed(heavypath, models, suite):
+    code, output, errors = heavypath(
+        "compare", "--suite", suite, *models, *OPTIONS, "--kind", "counting", "--per-kind", 1, "--json"
+    )
+    answer = json.loads(output)
+    assert (code, errors) == (0, "")
+    assert answer["settings"]["prompts"] == {"counting": 1}
+    assert all(row["tokens_per_pass"][1] is None for row in answer["rows"]), "one prompt has no error"
+
+
+@pytest.mark.slow
+def test_the_shipped_suite_is_found(heavypath):
+    code, output, _ = heavypath("compare", "--suite", "--kind", "maths", "--per-kind", 1, *OPTIONS, "--json")
+    assert code == 0
+    assert json.loads(output)["settings"]["prompts"] == {"maths": 1}
+
+
+def test_the_default_methods_are_those_of_the_package():
+    assert compare.SUITE_METHODS == SUITE_METHODS
+
+
+def test_the_command_that_is_kept_measures_again_without_writing_files():
+    given = ["compare", "--suite", "my prompts.json", "--save", "/a/b.json", "--page=c.html", "--per-kind", "3"]
+    assert command_of(given) == "heavypath compare --suite 'my prompts.json' --per-kind 3"
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), [
+    ("", 2, "give some texts, or --prompts FILE"),
+    ("x --prompts no.txt", 2, "--prompts.* 'no.txt' does not exist"),
+    ("x --plot no/such/plot.png", 1, "--plot must be in a folder that exists"),
+    ("x --draft prompt-lookup --draft gpt", 1, r"a draft \('gpt'\) needs its target"),
+    ("--suite --kind sums", 1, "a kind must be one of writing, .*, got 'sums'"),
+    ("--suite no.json", 1, "cannot read the suite in 'no.json'"),
+    ("--suite a.json b.json", 2, "--suite takes one file, got 2"),
+    ("--suite --plot a.svg", 2, "--plot.* it does not go with --suite"),
+    ("--suite --save no/such/a.json", 1, "--save must be in a folder that exists"),
+    ("x --kind maths", 2, "--kind.* it needs --suite"),
+    ("x --page a.html", 2, "--page.* it needs --suite"),
+    ("x --temperature 0 --temperature 1", 2, "several temperatures need --suite"),
+])  # fmt: skip
+def test_mistakes_are_said_in_one_line(arguments, code, message, heavypath):
+    assert_refused(heavypath("compare", *arguments.split()), code, message)

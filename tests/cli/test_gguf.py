@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import struct
-import subprocess
 import sys
 import time
 from functools import partial
@@ -16,7 +15,6 @@ from tiny_models import transformers_greedy
 from transformers import AutoModelForCausalLM
 
 from heavypath.speculative import SpeculativeDecoder, Translated, load_draft, load_target
-from heavypath.speculative.cli.serve import name_of
 from heavypath.speculative.files import gguf_models as reading
 from heavypath.speculative.files.gguf_header import read_header
 from heavypath.speculative.loading import load_pair
@@ -147,10 +145,6 @@ def test_a_draft_of_another_vocabulary_is_translated(made, tmp_path):
     assert isinstance(load_draft(tmp_path / "draft.gguf", target), Translated)
 
 
-def test_a_service_is_named_by_the_file(made):
-    assert name_of(str(made[0] / "target.gguf")) == "target"
-
-
 SCALED = [
     (
         {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -202,19 +196,6 @@ def test_two_threads_read_a_file_once(made, reads, cache):
     loaded = in_time(*2 * [lambda: load_target(made[0] / "target.gguf")])
     assert not [each for each in loaded if isinstance(each, BaseException)]
     assert len(reads) == 1
-    assert len(kept(cache)) == 1
-
-
-@pytest.mark.integration
-def test_two_processes_read_a_file_once(made, cache):
-    code = (
-        "import sys; from heavypath import load_target; print(float(load_target(sys.argv[1])[0].lm_head.weight.sum()))"
-    )
-    command = [sys.executable, "-c", code, str(made[0] / "target.gguf")]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs, errors = zip(*(process.communicate() for process in running), strict=True)
-    assert outputs[0] == outputs[1] != "", errors
-    assert "".join(errors).count("reading the GGUF file") == 1
     assert len(kept(cache)) == 1
 
 

@@ -73,17 +73,12 @@ def test_what_is_given_is_honoured(run, folders, decoders, command, given, draft
 
 def test_the_text_is_that_of_plain_decoding(run, folders):
     for more in ([], ["--temperature", 1, "--seed", 3]):
-        texts = [
-            json.loads(run("generate", "--target", folders / "target", "--json", *more, *plain)[1])["token_ids"]
+        answers = [
+            json.loads(run("generate", "--target", folders / "target", "--json", *more, *plain)[1])
             for plain in ([], ["--method", "autoregressive"])
         ]
-        assert texts[0] == texts[1]
-
-
-def test_json_is_alone_on_standard_output_and_names_the_method(run, folders):
-    _, output, errors = run("generate", "--target", folders / "target", "--json")
-    assert json.loads(output)["settings"]["method"] == "ersd"
-    assert errors == SAID.format("ersd")
+        assert answers[0]["token_ids"] == answers[1]["token_ids"]
+        assert [answer["settings"]["method"] for answer in answers] == ["ersd", "autoregressive"]
 
 
 @pytest.mark.slow
@@ -110,13 +105,3 @@ def test_no_method_is_measured_with_texts_that_another_one_or_an_earlier_round_h
     assert counts == [pytest.approx(fresh.stats.tokens_per_step)] * 2
     again = SpeculativeDecoder(target, wrapped(given), "chain").generate(prompt, 24, temperature=0.0)
     assert again.stats.tokens_per_step == pytest.approx(counts[0]), "what was given has learned nothing either"
-
-
-def test_recall_forgets(demo_pair):
-    target, _, tokenizer = demo_pair
-    prompt, recall = tokenizer("class Stack:\n", return_tensors="pt").input_ids, Recall()
-    decoder = SpeculativeDecoder(target, recall, "chain")
-    first, second = (decoder.generate(prompt, 40, temperature=0.0).stats.steps for _ in range(2))
-    assert second < first
-    recall.forget()
-    assert decoder.generate(prompt, 40, temperature=0.0).stats.steps == first
