@@ -1,7 +1,5 @@
 """bench/peers.py: what llama.cpp prints is read, and whose numbers count. llama.cpp need not be there."""
 
-import json
-
 import pytest
 import torch
 from bench_scripts import script
@@ -58,19 +56,3 @@ def test_each_counts_with_its_best_number_of_threads_and_the_best_of_llama_cpp_k
     greedy = peers.summary(ways, groups, greedy=True)
     assert greedy["best"]["llama.cpp"] == "lossy"
     assert [row["equal"] for row in greedy["rows"]] == [1, 0.5, 1, 1, 1]
-
-
-@pytest.mark.slow
-def test_in_miniature_without_llama_cpp_it_says_what_is_missing(tmp_path, capsys):
-    path, threads = tmp_path / "peers.json", torch.get_num_threads()
-    try:
-        given = ["--miniature", "--pairs", "shipped", "--llama-cpp", str(tmp_path), "--json", str(path)]
-        script("peers").main(given)
-    finally:
-        torch.set_num_threads(threads)
-    said = capsys.readouterr().out
-    for each in ("without llama-completion, llama-speculative, llama-speculative-simple", "pip download", "--build"):
-        assert each in said
-    cells = json.loads(path.read_text())["cells"]
-    assert [(cell["pair"], cell["temperature"]) for cell in cells] == [("shipped", 0.0), ("shipped", 0.6)]
-    assert all(row["equal"] == 1 for cell in cells if cell["temperature"] == 0 for row in cell["rows"])
