@@ -1,12 +1,9 @@
 """Block drafts at work: each node has the law that the oracle gives, in one pass a step; cached rows are the text's."""
 
-import logging
-
 import pytest
 import torch
-from block_checkpoints import LAWS, block_of, tensors_of, variant, zlab
+from block_checkpoints import LAWS, block_of
 from drafted_cases import PROMPTS, assert_drafts_as_said, assert_later_turns_agree
-from head_checkpoints import write
 from rounding import SMALL_MODEL
 from tiny_models import tiny_llama
 
@@ -22,7 +19,6 @@ from heavypath.speculative import (
 from heavypath.speculative.costs.estimates import host_costs
 from heavypath.speculative.costs.gpu_step import LEVEL_NODES, estimated_costs
 from heavypath.speculative.costs.roofline import Device, Work
-from heavypath.speculative.drafts.blocks.checkpoint import load_block
 from heavypath.speculative.drafts.blocks.draft import BlockHeadDraft
 from heavypath.speculative.drafts.kinds import as_draft, draft_parameter_count
 from heavypath.speculative.models.forward_of import forward_of
@@ -72,25 +68,6 @@ def test_a_later_turn_drafts_the_same_and_computes_nothing_again(target, tmp_pat
     assert_later_turns_agree(decoder, unread=0)
     plain = SpeculativeDecoder(target, method="autoregressive").generate(PROMPT, max_new_tokens=1)
     assert decoder.generate(plain.sequences, max_new_tokens=4, past=plain.cache).stats.reused_tokens == 0
-
-
-@pytest.mark.parametrize("method", ["sequoia", "dyspec"])
-@torch.inference_mode()
-def test_keys_and_values_after_decoding_are_those_of_a_pass_over_the_text(method, target, tmp_path):
-    """Of a batch, whatever was drafted, accepted or dropped in between."""
-    head = block_of(target, tmp_path, windows=(3, 3), causal=(True, True))
-    decoder = SpeculativeDecoder(target, head, method, tree_size=8)
-    prompts = torch.tensor([[3, 1, 4, 1], [2, 6, 5, 0]])
-    out = decoder.generate(prompts, max_new_tokens=20, temperature=1.0)
-    assert out.stats.tokens_per_step > 1.1
-    forward = forward_of(target, "target")
-    draft = as_draft(head, forward, target)
-    _, kept = [rows.cache for rows in out.cache._models]
-    for slot, text in zip(out.cache._slots, out.cache.tokens, strict=True):
-        fresh = draft.new_cache(1, len(text) + 1)
-        forward.prefill(text[None], forward.new_cache(1, len(text) + 1), taps=draft.taps(fresh))
-        for one, other in ((kept.keys, fresh.keys), (kept.values, fresh.values)):
-            torch.testing.assert_close(one[slot, :, : len(text)], other[0, :, : len(text)])
 
 
 def test_one_draft_pass_a_step_at_any_depth(target, tmp_path, monkeypatch):
@@ -156,27 +133,3 @@ def test_the_joint_law_of_four_tokens_is_the_targets(law, method, verifier, sequ
     assert out.stats.tokens_per_step > 1.1
     fit = goodness_of_fit(out.sequences[:, PROMPT.shape[1] :], joint_law(target, PROMPT[0], 4, temperature=0.8))
     assert fit.is_lossless(), str(fit)
-
-
-def test_a_block_read_one_row_off_is_accepted_hardly_ever_and_the_log_says_so(tmp_path, caplog):
-    """The target counts 0 .. 5 in a circle. Of the draft the root's row knows that, a mask's row says 6 of all."""
-    target, ones = tiny_llama(0, max_position_embeddings=128), torch.eye(7, 16)
-    kind = variant(vocab=7, drafted=7, width=16, read=16, ids=(0,), mask=6, shift=1)
-    tensors = tensors_of(kind)
-    circle = ones[[5, 0, 1, 2, 3, 4, 6]]
-    with torch.no_grad():
-        for name, weight in target.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                weight.zero_()
-        target.model.embed_tokens.weight.copy_(ones)
-        target.lm_head.weight.copy_(5 * circle)
-    tensors |= {name: 0 * tensor for name, tensor in tensors.items() if "o_proj" in name or "down_proj" in name}
-    tensors["norm.weight"] = torch.ones(16)
-    for shift_label in (True, False):
-        config, _ = zlab(kind, shift_label=shift_label)
-        head = load_block(write(tmp_path, config | {"num_target_layers": 2}, tensors), target)
-        with caplog.at_level(logging.WARNING):
-            out = SpeculativeDecoder(target, head, "chain", tree_size=4).generate(torch.tensor([[1, 2, 3]]), 80)
-        assert torch.equal(out.sequences[0, 3:], torch.arange(4, 84) % 6)
-        assert out.stats.tokens_per_step == (2 if shift_label else 1)
-        assert shift_label or "the draft does not pay: 1.00 tokens a step" in caplog.text

@@ -171,17 +171,6 @@ def test_names_may_have_the_prefix_of_a_model_and_safetensors_are_preferred_to_p
     assert_same(load_head(write(tmp_path, settings(kind), prefixed), target), kind, tensors, target)
 
 
-@pytest.mark.parametrize("options", [{}, FIRST], ids=["eagle-3", "eagle-1"])
-def test_positions_may_be_shifted_all_alike_but_the_root_is_not_one_too_far(options, target, tmp_path):
-    folder, kind, tensors = saved(tmp_path, options)
-    head = load_head(folder, target)
-    ours, entries = driven(head, target), 10
-    torch.testing.assert_close(driven(head, target, positions=range(1, entries + 3)), ours, rtol=0, atol=SMALL_MODEL)
-    torch.testing.assert_close(oracle(kind, tensors, target, first_position=1), ours, rtol=0, atol=SMALL_MODEL)
-    too_far = driven(head, target, positions=[*range(entries), entries + 1, entries + 2])
-    assert (too_far - ours)[-2:].abs().max() > 1e-3
-
-
 def test_scaled_rotary_settings_are_taken(target, tmp_path, caplog):
     plain = load_head(saved(tmp_path / "plain")[0], target).rotary_emb.inv_freq
     linear = saved(tmp_path / "linear", rope_scaling={"type": "linear", "factor": 4.0})[0]

@@ -99,15 +99,6 @@ def test_a_bug_is_500_in_openais_shape_and_leaves_no_text_running(tokenizer, cap
     assert "bug" not in error["message"]
 
 
-def test_a_closed_service_is_503_and_not_healthy(tokenizer):
-    with served(at_once, tokenizer) as (service, base):
-        assert ask(base, "GET", "/health")[0] == 200
-        service.close()
-        assert ask(base, "GET", "/health")[0] == 503
-        status, error = post(base, BODY)
-        assert (status, error["type"]) == (503, "server_error")
-
-
 def test_a_text_that_fails_is_500_without_its_reason_which_is_logged(tokenizer, caplog):
     def fail(completion):
         completion.emit([5])

@@ -152,7 +152,7 @@ def turned(x, position, theta):
 
 
 @torch.no_grad()
-def oracle(kind, w, target, text=TEXT, first_position=0):
+def oracle(kind, w, target, text=TEXT):
     """Logits [entries, drafted] of a head with the official tensors w, entry by entry: over the text, then DRAFTED."""
     states = target(torch.tensor([text]), output_hidden_states=True).hidden_states
     third, caches, logits = kind.generation == 3, [[] for _ in range(kind.layers)], []
@@ -179,10 +179,10 @@ def oracle(kind, w, target, text=TEXT, first_position=0):
             q, k, v = (apply(f"{layer}.self_attn.{part}_proj", seen).view(-1, kind.head_dim) for part in "qkv")
             if kind.head_norms:
                 q, k = rms(q, w[f"{layer}.self_attn.q_norm.weight"]), rms(k, w[f"{layer}.self_attn.k_norm.weight"])
-            cache.append((turned(k, first_position + i, kind.theta), v))
+            cache.append((turned(k, i, kind.theta), v))
             shared = (torch.stack(rows, 1) for rows in zip(*cache, strict=True))
             keys, values = (rows.repeat_interleave(kind.heads // kind.kv_heads, 0) for rows in shared)
-            scores = keys @ turned(q, first_position + i, kind.theta)[:, :, None] / kind.head_dim**0.5
+            scores = keys @ turned(q, i, kind.theta)[:, :, None] / kind.head_dim**0.5
             x = x + apply(f"{layer}.self_attn.o_proj", (scores.softmax(1) * values).sum(1).flatten())
             inner = rms(x, w[f"{layer}.post_attention_layernorm.weight"])
             inner = silu(apply(f"{layer}.mlp.gate_proj", inner)) * apply(f"{layer}.mlp.up_proj", inner)
@@ -194,7 +194,7 @@ def oracle(kind, w, target, text=TEXT, first_position=0):
 
 
 @torch.no_grad()
-def driven(head, target, text=TEXT, positions=None):
+def driven(head, target, text=TEXT):
     """The same of an EagleHead: all entries of the text at once, then two levels below the last."""
     states = target(torch.tensor([text]), output_hidden_states=True).hidden_states
     embedding = head.embed_tokens or target.get_input_embeddings()
@@ -202,7 +202,6 @@ def driven(head, target, text=TEXT, positions=None):
     caches: dict[int, tuple] = {}
     features = head.features([states[tap][:, :-1] for tap in head.config.taps])
     levels, logits, begin = [text[1:], *([token] for token in DRAFTED)], [], 0
-    positions = range(len(text) - 1 + len(DRAFTED)) if positions is None else positions
     for tokens in levels:
         layer_numbers = count()
 
@@ -215,7 +214,7 @@ def driven(head, target, text=TEXT, positions=None):
             return scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
 
         embedded = embedding(torch.tensor([tokens]))
-        turns = head.rotary_emb(embedded, torch.tensor([positions[begin : begin + len(tokens)]]))
+        turns = head.rotary_emb(embedded, torch.arange(begin, begin + len(tokens))[None])
         hidden = head(features, embedded, turns, attend)
         logits.append(lm_head(head.before_lm_head(hidden))[0])
         features, begin = head.fed_back(hidden[:, -1:]), begin + len(tokens)
