@@ -4,6 +4,7 @@ import copy
 import json
 import re
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -175,16 +176,11 @@ def test_a_target_whose_config_describes_other_weights_is_refused_with_both_numb
     refused(tmp_path / "a", given, r"weight has shape \[32.*\], expected \[48.*\]", **changed)
 
 
-def test_every_file_is_looked_for_once(given, tmp_path, monkeypatch):
+def test_every_file_is_looked_for_once(given, tmp_path):
     loaded(tmp_path, given)
-    found, asked = checkpoint.cached_file, []
-
-    def noted(folder, file, **options):
-        asked.append(file)
-        return found(folder, file, **options)
-
-    monkeypatch.setattr(checkpoint, "cached_file", noted)
-    load_trained_head(tmp_path, given.target)
+    with patch.object(checkpoint, "cached_file", side_effect=checkpoint.cached_file) as noted:
+        load_trained_head(tmp_path, given.target)
+    asked = [file for (_, file), _ in noted.call_args_list]
     assert {"config.json", given.files[0]} <= {*asked}
     assert len(asked) == len({*asked})
 

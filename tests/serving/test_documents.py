@@ -1,6 +1,7 @@
 """Documents, rows and text of the target's own: what a draft is trained on, and what is refused."""
 
 import json
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -165,16 +166,9 @@ def test_a_target_writes_after_each_prompt_what_it_would_write_alone(monkeypatch
 
 def test_a_quarter_of_the_texts_is_sampled_at_a_lower_temperature(monkeypatch):
     monkeypatch.setattr(own_text, "ROWS_AT_ONCE", 2)
-    target, temperatures = tiny_target(), []
-    generate = SpeculativeDecoder.generate
-
-    def noted(self, ids, new_tokens, temperature, **options):
-        temperatures.append(temperature)
-        return generate(self, ids, new_tokens, temperature, **options)
-
-    monkeypatch.setattr(SpeculativeDecoder, "generate", noted)
-    written(target, [torch.ones(3, dtype=torch.int32)] * 16, 2, 0)
-    assert temperatures == [1.0, 1.0, 1.0, 0.6] * 2
+    with patch.object(SpeculativeDecoder, "generate", autospec=True, side_effect=SpeculativeDecoder.generate) as noted:
+        written(tiny_target(), [torch.ones(3, dtype=torch.int32)] * 16, 2, 0)
+    assert [temperature for (_, _, _, temperature), _ in noted.call_args_list] == [1.0, 1.0, 1.0, 0.6] * 2
 
 
 def test_prompts_that_leave_no_room_are_left_out_and_counted():

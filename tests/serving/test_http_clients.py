@@ -4,7 +4,6 @@ import copy
 import json
 import threading
 
-import openai
 import pytest
 import torch
 from http_server import NAME, ask, client_of, metrics, post, running, with_template
@@ -329,19 +328,6 @@ def test_what_is_said_before_calls_is_content_and_what_is_no_call_is_said(client
     assert "".join(each.content or "" for each in parts).strip() == said.strip()
     assert [call.function.name for each in parts for call in each.tool_calls or []] == count * ["read_file"]
     assert reason == ("tool_calls" if count else "stop")
-
-
-def test_tools_of_a_model_that_has_none_are_refused(decoder, tokenizer):
-    without = copy.deepcopy(tokenizer)
-    without.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    with (
-        decoder.serve(slots=1, max_tokens=64) as service,
-        running(service, without) as base,
-        client_of(base) as client,
-        pytest.raises(openai.BadRequestError, match="this model's chat template has none") as caught,
-    ):
-        client.chat.completions.create(model=NAME, messages=MESSAGES, tools=[TOOL])
-    assert caught.value.code == "no_tools"
 
 
 def test_an_answer_says_what_drafts_brought_and_metrics_sum_it_up_by_vllms_names(base, decoder, tokenizer):
