@@ -110,6 +110,9 @@ def test_the_command_that_is_kept_measures_again_without_writing_files():
 
 @pytest.mark.parametrize(("arguments", "code", "message"), [
     ("", 2, "give some texts, or --prompts FILE"),
+    ("x --method medusa", 1, "--method must be one of autoregressive, .*, got 'medusa'"),
+    ("x --profile no.json", 1, "there is no profile 'no.json'"),
+    ("x --draft early-exit:all", 1, "expected early-exit:LAYERS"),
     ("x --prompts no.txt", 2, "--prompts.* 'no.txt' does not exist"),
     ("x --plot no/such/plot.png", 1, "--plot must be in a folder that exists"),
     ("x --draft prompt-lookup --draft gpt", 1, r"a draft \('gpt'\) needs its target"),

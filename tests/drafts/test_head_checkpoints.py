@@ -214,6 +214,8 @@ def test_a_head_is_known_by_its_tensors_or_its_config(target, tmp_path):
     assert not is_head(Checkpoint(tmp_path / "model"))
     with pytest.raises(ValueError, match=r"fc\.weight, .* is missing; .* AutoModelForCausalLM"):
         load_head(tmp_path / "model", target)
+    with pytest.raises(FileNotFoundError, match="is neither a folder with a config"):
+        load_head(tmp_path / "nothing", target)
 
 
 def test_a_head_has_the_targets_dtype_but_its_rotary_table_does_not(target, tmp_path):
@@ -246,6 +248,8 @@ def test_a_pair_may_be_a_model_and_a_head(kind, demo_pair, tmp_path):
     PreTrainedTokenizerFast(tokenizer_object=other).save_pretrained(folder)
     with pytest.raises(ValueError, match="target and draft must share one vocabulary"):
         load_draft(folder, pair)
+    with pytest.raises(FileNotFoundError, match="the draft 'nothing' is no folder here and is not in"):
+        load_draft("nothing", target)
 
 
 @pytest.mark.parametrize(("shape", "key"), [((1, 1, 48), "mask_token_id"), ((1, 48), "ptd_token_id"),
