@@ -16,11 +16,18 @@ from block_kinds import drafted, target_of
 from drafted_cases import PROMPTS, assert_drafts_as_said
 from rounding import SMALL_MODEL
 
-from heavypath.speculative import SpeculativeDecoder
+from heavypath.speculative import SpeculativeDecoder, goodness_of_fit, joint_law
 
 KINDS = {"DFly": block_dfly, "DSpine": block_dspine, "LiLiCorr": block_lilicorr, "TreeFlash": block_treeflash}
 LAYOUTS = [(kind, layout) for kind in KINDS for layout in KINDS[kind].LAYOUTS]
 REFUSED = [(kind, message) for kind in KINDS for message in KINDS[kind].REFUSED]
+WAYS = [("sequoia", "rejection"), ("sequoia", "traversal"), ("sequoia", "held"), ("dyspec", "rejection"),
+        ("ersd", None), ("eagle-2", None)]  # fmt: skip
+EXACT = [
+    *((*way, 2_000) for way in WAYS[:2]),
+    *(pytest.param(*way, 20_000, marks=pytest.mark.slow) for way in WAYS),
+]
+PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 
 
 def least_likely(oracle, depth):
@@ -57,6 +64,21 @@ def test_every_node_of_a_tree_has_its_law(kind, method, tmp_path):
     decoder = SpeculativeDecoder(target, head, method, tree_size=8, max_depth=3)
     nodes = assert_drafts_as_said(decoder, head, 12, [*PROMPTS, torch.tensor([4])], atol=SMALL_MODEL)
     assert max(len(node.path) for node in nodes) > 1, "no node was deep"
+
+
+@pytest.mark.parametrize(("method", "verifier", "sequences"), EXACT)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_joint_law_of_four_tokens_is_the_targets(kind, method, verifier, sequences, tmp_path):
+    """By enumeration. Of each kind but one the draft has few of the tokens, so that Q lacks what P has."""
+    target = target_of(7)
+    few = {"drafted": 4, "own_lm_head": True} if kind == "DFly" else {}
+    head = drafted(KINDS[kind].KIND, tmp_path, target, scale=0.6, **few)
+    given = {} if verifier is None else {"verifier": verifier}
+    decoder = SpeculativeDecoder(target, head, method, tree_size=6, **given)
+    out = decoder.generate(PROMPT.expand(sequences, -1), max_new_tokens=4, temperature=1.5, seed=5)
+    assert out.stats.tokens_per_step > 1.2
+    fit = goodness_of_fit(out.sequences[:, PROMPT.shape[1] :], joint_law(target, PROMPT[0], 4, temperature=1.5))
+    assert fit.is_lossless(), str(fit)
 
 
 def refused(kind, folder, message, write):
