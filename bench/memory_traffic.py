@@ -36,7 +36,6 @@ def traffic_of(name: str, launched: list) -> Ratios:
     """The ratios of each kernel that a case launches. launched: what its launches are put into."""
     from ptx import emulator
     from ptx.launching import arguments_of
-    from ptx.report import Traffic
 
     emulator.LIMIT = INSTRUCTIONS
 
@@ -51,9 +50,9 @@ def traffic_of(name: str, launched: list) -> Ratios:
             machine.launch((x, y, z), threads, shared, arguments, ranges, emulator.PLAIN, most=PROGRAMS)
         except emulator.FaultError as fault:  # the numbers in the tensors are any
             print(f"{name}: {kernel.metadata.name} {fault}", file=sys.stderr)
-        parts = (Traffic(name, machine).of(space) for space in ("global", "shared"))
+        parts = map(machine.traffic, ("global", "shared"))
         found[kernel_name(kernel.metadata.name)] = [
-            round(units / least, 2) if least else None for _, units, least in parts
+            round(units / least, 2) if least else None for units, least in parts
         ]
     return found
 

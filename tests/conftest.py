@@ -23,9 +23,6 @@ def pytest_addoption(parser):
         "--adversary", type=int, metavar="SEED", help="run kernels under tests/support/adversary.py with this seed"
     )
     parser.addoption("--durations-file", type=Path, metavar="FILE", help="write the seconds of each test file there")
-    parser.addoption(
-        "--processor-seconds", type=Path, metavar="FILE", help="write what each test takes of a processor there"
-    )
     parser.addoption("--every-variant", action="store_true", help="run all variants of tests that are marked `few`")
     parser.addoption(
         "--rows", choices=("pairs", "triples", "today"), default="pairs",
@@ -129,8 +126,6 @@ def pytest_terminal_summary(terminalreporter, config):
     terminalreporter.write_line(f"{whole:.0f} s of processors; the tests that took most:")
     for name in longest:
         terminalreporter.write_line(f"{seconds[name]:6.1f} s  {name}")
-    if given := config.getoption("--processor-seconds"):
-        given.write_text(json.dumps({name: round(seconds[name], 3) for name in sorted(seconds)}, indent=1) + "\n")
 
 
 class Durations:

@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_cases import MINIATURE, Captured, assert_alike
-from rank_cases import llama
 from rank_processes import on_ranks
-from rank_work import METHODS, PADDING, PROMPTS, load
+from rank_work import METHODS, PADDING, PROMPTS, llama, load
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 

@@ -16,13 +16,12 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("PYTEST_ADDOPTS", "--every-variant")
-sys.path[0] = str(ROOT / "tests/support")
+sys.path[0] = str(Path(__file__).resolve().parents[1] / "support")
 
-from mutant_runs import Result, Runner  # noqa: E402
+from mutant_runs import LINKS, ROOT, Result, Runner  # noqa: E402
 from mutants import Mutant, chosen, mutants  # noqa: E402
 
 EQUIVALENT = {  # mutants by file, function and what their line becomes, and why no test can find them
@@ -131,11 +130,6 @@ LIBRARIES = (
     "torch", "numpy", "scipy.stats", "triton.language", "triton.runtime.interpreter", "hypothesis",
     "transformers.models.llama.modeling_llama", "transformers.generation", "torch.nn.functional", "accelerate",
 )  # fmt: skip
-LINKS = {  # where the packages lie, as setup.py's links have them
-    "heavypath/__init__.py": ROOT / "speculative/package/__init__.py",
-    "heavypath/kernels": ROOT / "kernels",
-    "heavypath/speculative": ROOT / "speculative",
-}
 
 
 class Area(NamedTuple):

@@ -7,13 +7,12 @@ more.
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from mutant_runs import LINKS, ROOT, link_all
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
-ROOT = Path(__file__).parents[2]
 KERNELS, MODELS, PASSES = (
     f"tests/{name}.py::test_"
     for name in ("kernels/test_recurrent", "core/test_recurrent_models", "core/test_recurrent_passes")
@@ -101,29 +100,14 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_recurrent_layers_is_found(name, tmp_path):
-    fault, package = FAULTS[name], tmp_path / "heavypath"
-    source = (ROOT / fault.file).read_text()
+    fault = FAULTS[name]
+    changed = ROOT / fault.file
+    source = changed.read_text()
     assert source.count(fault.original) == 1
-    copied(ROOT / "kernels", package / "kernels", fault, source)
-    copied(ROOT / "speculative", package / "speculative", fault, source)
-    (package / "__init__.py").symlink_to(ROOT / "speculative" / "package" / "__init__.py")
+    link_all(LINKS, tmp_path, changed, source.replace(fault.original, fault.changed))
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}"} | ({} if fault.native else {"HEAVYPATH_NATIVE": "0"})
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "", fault.test],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
-
-
-def copied(source: Path, to: Path, fault: Fault, text: str) -> None:
-    """A link to a file or folder of the program; folders above the changed file are made, and it is written."""
-    changed = ROOT / fault.file
-    if source == changed:
-        to.write_text(text.replace(fault.original, fault.changed))
-    elif changed.is_relative_to(source):
-        to.mkdir(parents=True)
-        for each in source.iterdir():
-            copied(each, to / each.name, fault, text)
-    else:
-        to.parent.mkdir(exist_ok=True)
-        to.symlink_to(source)

@@ -30,24 +30,6 @@ OPTIMUM = {64: 5.92, 128: 6.61, 256: 7.29, 768: 8.37}
 P_LOGITS, Q_LOGITS = [1.0, 0.2, -0.5, 0.0], [0.3, 0.9, -0.2, -1.0]
 
 
-def best_of_any_depth(acceptance, size):
-    """The most tokens of a tree of `size` nodes: each split of the nodes between a child and its younger siblings."""
-    whole, forest = np.full(size + 1, -np.inf), np.full((len(acceptance) + 1, size + 1), -np.inf)
-    whole[1], forest[:, 0] = 1, 0
-    for nodes in range(1, size):
-        for child in reversed(range(len(acceptance))):
-            splits = acceptance[child] * whole[1 : nodes + 1] + forest[child + 1, nodes - 1 :: -1][:nodes]
-            forest[child, nodes] = splits.max()
-        whole[nodes + 1] = 1 + forest[0, nodes]
-    return whole[size]
-
-
-def test_the_published_optimum_is_that_of_any_depth():
-    assert [best_of_any_depth(PUBLISHED, size) for size in (64, 128, 256)] == pytest.approx(
-        [OPTIMUM[size] for size in (64, 128, 256)], abs=0.005
-    )
-
-
 @pytest.mark.parametrize("size", OPTIMUM)
 def test_plans_by_the_published_acceptance_reach_the_optimum(size):
     """Of a profile that has counted it, and of a decoder that is given it."""

@@ -16,8 +16,8 @@ from heavypath.speculative import LOSSLESS_METHODS, Cascade, SpeculativeDecoder,
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.drafts.kinds import describe
-from heavypath.speculative.tree_by_profile import EVERY, HALF_LIFE, WEIGHT, BestShape, Shapes, ValuedShape, _together
-from heavypath.speculative.trees.planning import expected_tokens, node_probabilities
+from heavypath.speculative.tree_by_profile import EVERY, HALF_LIFE, WEIGHT, BestShape, Shapes, ValuedShape
+from heavypath.speculative.trees.planning import expected_tokens
 
 ACCEPTED = [[500, 150, 60], [480, 120, 70], [450, 100, 60], [450, 100, 60]]
 COSTS = {1: 0.01, 4: 0.012, 16: 0.02}
@@ -88,16 +88,6 @@ def test_the_shape_of_most_speed_is_drafted_and_counts_fade():
         tree = chosen(sure)  # nothing new is counted
     assert tree == WIDE, "what was counted long ago is forgotten"
     assert chosen(sure + counted([60, 0, 0], [0, 0, 0])) == WIDE
-
-
-def test_shapes_are_valued_together_as_each_alone():
-    trees = [CHAIN, WIDE, TokenTree([-1, 0, 0, 1, 1, 2, 4]), TokenTree.from_branching([2, 1, 1])]
-    trees[3] = trees[3].reordered("heavy_path")[0]
-    rates = torch.tensor([[0.5, 0.2, 0.1], [0.4, 0.3, 0.0], [0.6, 0.1, 0.05]]).double()
-    union, has = _together(trees)
-    expected = [expected_tokens(tree, rates) for tree in trees]
-    assert (has @ node_probabilities(union, rates).numpy()).tolist() == pytest.approx(expected)
-    assert has.sum(1).tolist() == [len(tree) for tree in trees]
 
 
 @pytest.mark.parametrize("method", ["sequoia", "dyspec", "specinfer"])

@@ -114,14 +114,6 @@ class OfList:
         return self.others(input_ids, scores)
 
 
-class OfHelper:
-    def __init__(self):
-        self.helpers = [{"counts": Counts()}]
-
-    def __call__(self, input_ids, scores):
-        return self.helpers[0]["counts"](input_ids, scores)
-
-
 def of_closure():
     calls, kept = 0, []
 
@@ -134,16 +126,7 @@ def of_closure():
     return count
 
 
-OF_MODULE = {"calls": 0}
 CALLS = 0
-
-
-def of_module():
-    OF_MODULE["calls"] = 0
-    return lambda input_ids, scores: (
-        OF_MODULE.update(calls=OF_MODULE["calls"] + 1),
-        forced(scores, OF_MODULE["calls"]),
-    )[1]
 
 
 def of_global():
@@ -183,14 +166,6 @@ def of_partial():
     return functools.partial(count, set())
 
 
-def of_generator():
-    def counting():
-        yield from itertools.count(1)
-
-    counter = counting()
-    return lambda input_ids, scores: forced(scores, next(counter))
-
-
 def of_iterator():
     counter = itertools.count(1)
     return lambda input_ids, scores: forced(scores, next(counter))
@@ -227,10 +202,10 @@ def of_numpy():
 KINDS = {
     "attribute": Counts, "method": lambda: Counts().method, "late": lambda: BudgetOfThinking(2),
     "later": lambda: BudgetOfThinking(4), "starts anew": StartsAnew, "class": of_class,
-    "slots": InSlots, "buffer": Buffer, "helper": OfHelper, "closure": of_closure, "dictionary of a module": of_module,
-    "global": of_global, "attribute of a function": of_attribute, "default": of_default, "partial": of_partial,
-    "generator": of_generator, "iterator": of_iterator, "own generator": OfOwnGenerator, "numbers of torch": of_program,
-    "numbers of Python": of_python, "numbers of NumPy": of_numpy, "list": OfList,
+    "slots": InSlots, "buffer": Buffer, "closure": of_closure, "global": of_global,
+    "attribute of a function": of_attribute, "default": of_default, "partial": of_partial, "iterator": of_iterator,
+    "own generator": OfOwnGenerator, "numbers of torch": of_program, "numbers of Python": of_python,
+    "numbers of NumPy": of_numpy, "list": OfList,
 }  # fmt: skip
 DRAFTS = {
     "lookup": lambda target: PromptLookup(),
@@ -365,7 +340,7 @@ def test_sequences_of_a_batch_have_each_their_own_state(kind):
         assert [each.result(60).tokens for each in every] == expected
 
 
-@pytest.mark.parametrize("kind", ["generator", "iterator", "numbers of NumPy"])
+@pytest.mark.parametrize("kind", ["iterator", "numbers of NumPy"])
 @pytest.mark.few(1)
 def test_what_cannot_be_seen_is_refused_for_several_texts_at_a_time(kind):
     target = tiny_llama(1)

@@ -500,13 +500,6 @@ def test_ctrl_c_at_any_time_leaves_the_next_text_right(model, decoder_of, text_o
     assert torch.equal(text, expected)
 
 
-def test_layers_that_an_interrupted_pass_never_released_do_not_stop_their_thread(model):
-    stream = stream_of(model)
-    for layer in [*range(8), *reversed(range(8)), 3, 7, 3]:
-        stream.take(layer)
-    stream.release(3)
-
-
 def test_threads_may_decode_by_one_stream_and_transformers_beside_them(demo_pair, model, ids, text_of, expected):
     on_read(model, spoil)
     plain = demo_pair[0].generate(ids, **GREEDY)

@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import tiny
-from rank_cases import llama
 from rank_processes import on_ranks, start, wait
-from rank_work import OPTIONS, PROMPTS, architectures, every_check, load, texts
+from rank_work import OPTIONS, PROMPTS, architectures, every_check, llama, load, texts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heavypath.speculative import EarlyExit, SpeculativeDecoder

@@ -26,6 +26,12 @@ from typing import NamedTuple
 import pytest
 from mutants import Mutant
 
+ROOT = Path(__file__).resolve().parents[2]
+LINKS = {  # where the packages lie, as setup.py's links have them
+    "heavypath/__init__.py": ROOT / "speculative/package/__init__.py",
+    "heavypath/kernels": ROOT / "kernels",
+    "heavypath/speculative": ROOT / "speculative",
+}
 MEMORY = 8 << 30  # bytes that a run may take
 FIRST = 2.0  # seconds of the tests that run before the files of all others are read
 MOST = 30  # seconds of the tests that a mutant meets
@@ -122,9 +128,7 @@ class Runner:
 
     def _enter(self, place: Path, changed: Path | None = None, text: str = "") -> None:
         """Have this process, which was forked for it, import the package from a folder with one file changed."""
-        for name, source in self.links.items():
-            (place / name).parent.mkdir(exist_ok=True)
-            _link(place / name, source, changed, text)
+        link_all(self.links, place, changed, text)
         os.chdir(self.root)
         os.environ |= self.environment | {"PYTHONPATH": str(place), "HYPOTHESIS_STORAGE_DIRECTORY": f"{place}/examples"}
         sys.path.insert(0, str(place))
@@ -138,6 +142,13 @@ class Runner:
 
 def _sum(tests: list[Measured]) -> float:
     return sum(test.seconds for test in tests)
+
+
+def link_all(links: dict[str, Path], place: Path, changed: Path | None = None, text: str = "") -> None:
+    """Put links into a folder by their names, as `Runner` has them, with one file changed."""
+    for name, source in links.items():
+        (place / name).parent.mkdir(exist_ok=True)
+        _link(place / name, source, changed, text)
 
 
 def _link(link: Path, source: Path, changed: Path | None, text: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from own_verifier import sample_the_target
+from tiny_models import tiny_llama
 from transformers import AutoModelForCausalLM, StoppingCriteria, logging
 from transformers.distributed import DistributedConfig
 
@@ -22,6 +23,12 @@ PROMPTS = torch.tensor([[5, 9, 8, 7, 33, 2], [0, 0, 4, 4, 17, 60], [0, 11, 12, 1
 PADDING = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
 OPTIONS = {"seed": 7, "attention_mask": PADDING, "eos_token_id": None}
 TREE = TokenTree.from_branching([2, 2, 1])
+
+
+def llama(seed, heads=12, layers=2):
+    shape = {"hidden_size": 8 * heads, "intermediate_size": 144, "num_attention_heads": heads, "head_dim": 8}
+    shape |= {"num_key_value_heads": heads, "max_position_embeddings": 128, "initializer_range": 0.3, "pad_token_id": 0}
+    return tiny_llama(seed, 100, layers, **shape)  # a vocabulary that neither 3 nor 4, in whole parts of 8, divides
 
 
 def load(folder, name, **config):

@@ -107,3 +107,12 @@ class Emulated:
         )  # fmt: skip
         if machine().ptx_launch(ctypes.byref(job)):
             raise FaultError(f"{job.error.decode()}\n    {self.lowered.rows[job.error_row].text}")
+
+    def traffic(self, space: str) -> tuple[int, int]:
+        """Units that accesses to "global" or "shared" memory took, and the fewest that their bytes could take.
+
+        A unit is a sector of 32 bytes of global memory; of shared memory a cycle, and a warp's access takes as many as
+        it wants words of one bank; with 8 and 16 bytes a lane, in parts.
+        """
+        counts = self.counts[[at for at, row in enumerate(self.lowered.rows) if space in row.text]]
+        return int(counts["units"].sum()), int(counts["least"].sum())

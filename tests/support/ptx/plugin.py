@@ -27,7 +27,6 @@ os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # of kernels that tests have of th
 import random
 from collections import Counter
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -36,7 +35,6 @@ import triton
 from ptx.compile import BUILT
 from ptx.emulator import PLAIN, Emulated, FaultError, Schedule
 from ptx.launching import arguments_of, compiling_anew, without_ptxas
-from ptx.report import Traffic, write_report
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
@@ -52,7 +50,7 @@ FOLLOWS_ADDRESSES = {"_compact_kernel"}  # finds tensors by a table, so any memo
 _source: random.Random | None = None  # of a schedule for each launch
 _errors = 0  # of approximate instructions: the same in all launches
 _launched: Counter[str] = Counter()
-_traffic: dict[str, Traffic] = {}  # by kernel and variant
+_variants: set[str] = set()  # of kernels
 
 
 class Launched(NamedTuple):
@@ -87,7 +85,7 @@ def run(launched: Launched, *given: object) -> None:
         buffers.clear()  # which it has left at any values
         raise FaultError(f"{name} {launched.grid}, {schedule}:\n    {fault}") from None
     _launched[name] += 1
-    _traffic.setdefault(f"{name} {kernel.hash[:12]}", Traffic(name, machine))
+    _variants.add(f"{name} {kernel.hash[:12]}")
 
 
 def emulate_kernels() -> object:
@@ -137,7 +135,6 @@ class Adversary:
 def pytest_addoption(parser):
     parser.addoption("--ptx", choices=[*ARCHS], default="sm_90", help="the GPU that kernels are compiled for")
     parser.addoption("--ptx-seed", type=int, metavar="SEED", help="have warps and programs take turns at random")
-    parser.addoption("--ptx-report", type=Path, metavar="FILE", help="write there what memory kernels' accesses take")
 
 
 def pytest_load_initial_conftests(early_config):
@@ -162,10 +159,4 @@ def pytest_terminal_summary(terminalreporter):
     if _launched:
         counts = {name.strip("_").removesuffix("_kernel"): count for name, count in sorted(_launched.items())}
         launches = ", ".join(f"{name} {count}" for name, count in counts.items())
-        terminalreporter.write_line(f"{len(_traffic)} variants as PTX, launches: {launches}")
-
-
-def pytest_sessionfinish(session):
-    path = session.config.getoption("--ptx-report")
-    if path is not None and _traffic:
-        write_report(path, session.config.getoption("--ptx"), _traffic.values())
+        terminalreporter.write_line(f"{len(_variants)} variants as PTX, launches: {launches}")
