@@ -186,6 +186,20 @@ def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
             f"{config.attention_bias}, mlp_bias={config.mlp_bias}, {config.rope_parameters}; take another model"
         )
     writer = gguf.GGUFWriter(path, "llama")
+    add_shape(writer, config)
+    _add_vocabulary(writer, gguf.TokenType.USER_DEFINED, config)
+    for name, weight in weights_of(model).items():
+        writer.add_tensor(name, weight.float().contiguous().cpu().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_shape(writer: Any, config: Any) -> None:
+    """Write what a Llama's config says, by the names that llama.cpp has for it."""
+    import gguf
+
     for name, value in {
         "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
@@ -195,24 +209,19 @@ def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
         "vocab_size": config.vocab_size, "file_type": gguf.LlamaFileType.ALL_F32,
     }.items():  # fmt: skip
         getattr(writer, f"add_{name}")(value)
-    _add_vocabulary(writer, gguf.TokenType.USER_DEFINED, config)
 
-    def add(name: str, weight: Tensor) -> None:
-        writer.add_tensor(f"{name}.weight", weight.float().contiguous().cpu().numpy())
 
-    add("token_embd", model.model.embed_tokens.weight)
+def weights_of(model: LlamaForCausalLM) -> dict[str, Tensor]:
+    """A model's weights by the names that llama.cpp has for them, with rows as it takes them."""
+    found = {"token_embd": model.model.embed_tokens.weight, "output_norm": model.model.norm.weight}
+    if not model.config.tie_word_embeddings:  # else llama.cpp takes the embeddings
+        found["output"] = model.lm_head.weight
     for number, layer in enumerate(model.model.layers):
         for name, module in MODULES.items():
             weight = layer.get_submodule(module).get_parameter("weight")
-            rows = paired(weight, config.head_dim) if name in ("attn_q", "attn_k") else weight
-            add(f"blk.{number}.{name}", rows)
-    add("output_norm", model.model.norm.weight)
-    if not config.tie_word_embeddings:  # else llama.cpp takes the embeddings
-        add("output", model.lm_head.weight)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+            rows = paired(weight, model.config.head_dim) if name in ("attn_q", "attn_k") else weight
+            found[f"blk.{number}.{name}"] = rows
+    return {f"{name}.weight": weight for name, weight in found.items()}
 
 
 def paired(weight: Tensor, head_dim: int) -> Tensor:

@@ -19,6 +19,7 @@ from gpu_cases import MINIATURE, Captured, assert_alike, prompts, pytestmark, si
 from head_cases import head_of
 from head_training_cases import random_rows
 from in_time import in_time
+from kernel_cases import captured
 from recurrent_families import for_kernels
 from tiny_models import tiny_llama
 
@@ -62,17 +63,6 @@ def with_and_without_graphs(pair, method, *, kind=Captured, **shape):
     if method == "autoregressive":
         shape = {}
     return kind(*pair, method, **shape, cuda_graphs=True), SpeculativeDecoder(*pair, method, **shape, cuda_graphs=False)
-
-
-def captured(run):
-    """The work as a graph, and what it gives; it ran before, which compiles."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    graph.replay()  # with what it was captured with
-    return graph, out
 
 
 def test_a_graph_draws_what_its_logits_hold_when_it_is_replayed():

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from families import TINY
 from head_cases import head_of
 from played_steps import Tape
 from texts_with_rules import PROMPTS, left_padded
@@ -29,11 +30,7 @@ IDS = torch.tensor([[1, 2, 3]])
 
 SHOWN = 60  # the token in whose place the target reads a part of an image, or of a sound
 FILMED = 59  # and of a video
-TEXT = {
-    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 48, "max_position_embeddings": 64, "initializer_range": 0.3, "head_dim": 8,
-    "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False,
-}  # fmt: skip
+TEXT = TINY | {"tie_word_embeddings": False}
 SEES = {"hidden_size": 16, "intermediate_size": 16}
 SQUARE = SEES | {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1, "num_attention_heads": 2}
 GRIDS = SEES | {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "patch_size": 14}

@@ -40,6 +40,12 @@ def texts(gemma):
     return [gemma[1](text, return_tensors="pt").input_ids for text in ("The capital of France is", "Once upon a time")]
 
 
+@pytest.fixture(scope="session")
+def prompted(smollm, gemma, questions, texts):
+    """Each target with its prompts, by name."""
+    return {"smollm2": (smollm[0], questions), "gemma": (gemma[0], texts)}
+
+
 def asked(tokenizer, question):
     message = [{"role": "user", "content": question}]
     encoded = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)

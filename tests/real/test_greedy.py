@@ -1,30 +1,35 @@
-"""Greedy text of real models is that of transformers, by every kind of method and draft."""
+"""Texts of real models: greedy ones are those of transformers, `ersd` writes those of plain decoding under a seed."""
 
 import pytest
+import torch
 from real_texts import assert_greedy
 
 from heavypath.speculative import SpeculativeDecoder
 
-pytestmark = pytest.mark.real
-METHODS = ("chain", "sequoia", "ersd", "rsd-s", "dyspec")
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.parametrize(("model", "draft"), [
+        ("smollm2", "lookup"), ("smollm2", "recall"), ("smollm2", "exit"), ("gemma", "recall"), ("gemma", "translated"),
+    ]),
+]  # fmt: skip
 NEW_TOKENS = 32
 
 
-@pytest.mark.parametrize("draft", ["lookup", "recall", "exit"])
-@pytest.mark.parametrize("method", METHODS)
-def test_answers_of_smollm2(smollm, questions, draft_of, greedy, method, draft):
-    target, _ = smollm
+@pytest.mark.parametrize("method", ["chain", "sequoia", "ersd", "rsd-s", "dyspec"])
+def test_greedy_texts_are_those_of_transformers(prompted, draft_of, greedy, model, draft, method):
+    target, prompts = prompted[model]
     decoder = SpeculativeDecoder(target, draft_of(draft), method)
-    for prompt in questions:
+    for prompt in prompts:
         ours = decoder.generate(prompt, NEW_TOKENS, 0.0).sequences
         assert_greedy(target, ours, greedy(target, prompt, NEW_TOKENS))
 
 
-@pytest.mark.parametrize("draft", ["recall", "translated"])
-@pytest.mark.parametrize("method", METHODS)
-def test_texts_of_gemma(gemma, texts, draft_of, greedy, method, draft):
-    target, _ = gemma
-    decoder = SpeculativeDecoder(target, draft_of(draft), method)
-    for prompt in texts:
-        ours = decoder.generate(prompt, NEW_TOKENS, 0.0).sequences
-        assert_greedy(target, ours, greedy(target, prompt, NEW_TOKENS))
+def test_sampled_texts_of_races_are_those_of_plain_decoding(prompted, draft_of, model, draft):
+    target, prompts = prompted[model]
+    plain, drafted = (
+        SpeculativeDecoder(target, method="autoregressive"),
+        SpeculativeDecoder(target, draft_of(draft), "ersd"),
+    )
+    for seed, prompt in enumerate(prompts[:6]):
+        expected = plain.generate(prompt, NEW_TOKENS, 0.8, seed=seed).sequences
+        assert torch.equal(drafted.generate(prompt, NEW_TOKENS, 0.8, seed=seed).sequences, expected)

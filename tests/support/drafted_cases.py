@@ -96,20 +96,16 @@ def steps_of(decoder, *arguments, **options):
 
 def drafted(decoder, prompts, **options):
     """Of each prompt the text, and for each step the drafted tokens and the logits that they were drawn from."""
-    steps, run = [], decoder.runner.run
-
-    def noting(*given, **more):
-        each = (stepped := run(*given, **more)).drafted
-        if each.logits is not None:  # which are undefined after leaves
-            parents = each.parents.expand(len(each.tokens), -1)[:, 1:, None]
-            drawn_from = each.logits.gather(1, parents.expand(-1, -1, each.logits.shape[2]))
-            steps.append((each.tokens.clone(), drawn_from.where(each.tokens[:, 1:, None] >= 0, 0)))
-        return stepped
-
-    decoder.runner.run = noting
-    texts = [decoder.generate(prompt[None], **options).sequences for prompt in prompts]
-    decoder.runner.run = run
-    return texts, steps
+    texts, found = [], []
+    for prompt in prompts:
+        out, steps = steps_of(decoder, prompt[None], **options)
+        texts.append(out.sequences)
+        for _, each in steps:
+            if each.logits is not None:  # which are undefined after leaves
+                parents = each.parents.expand(len(each.tokens), -1)[:, 1:, None]
+                drawn_from = each.logits.gather(1, parents.expand(-1, -1, each.logits.shape[2]))
+                found.append((each.tokens, drawn_from.where(each.tokens[:, 1:, None] >= 0, 0)))
+    return texts, found
 
 
 def assert_equal(found, expected):

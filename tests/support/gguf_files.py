@@ -1,23 +1,21 @@
 """Small models in GGUF files, written by the package `gguf` as llama.cpp's `convert_hf_to_gguf.py` writes them."""
 
+import json
+
 import gguf
 import numpy as np
-import torch
+from bench_scripts import script
 from tiny_models import tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+llama_cpp = script("llama_cpp")  # whose names of weights llama.cpp itself has read
 TEXT = "the quick brown fox jumps over the lazy dog, and the dog sleeps over the fox; one two three four five six"
 TEMPLATE = (
     "{% for message in messages %}<user>{{ message.content }}{% endfor %}{% if add_generation_prompt %}<end>{% endif %}"
 )
 SPECIAL = ["<end>", "<user>", "<turn>"]
 END, USER, TURN = 0, 1, 2
-ROWS = {  # llama.cpp's names of a layer's matrices
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-}  # fmt: skip
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -53,40 +51,21 @@ def write_gguf(model, path, *, kind="F32", leave_out=(), tokenizer=True, metadat
     """
     config, kind = model.config, gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(path, "llama")
-    heads = config.num_attention_heads, config.num_key_value_heads
     writer.add_name("a small model")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(heads[0])
-    writer.add_head_count_kv(heads[1])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_vocab_size(config.vocab_size)
+    llama_cpp.add_shape(writer, config)
     for name, value in (metadata or {}).items():
         add = writer.add_string if isinstance(value, str) else writer.add_float32
         (writer.add_uint32 if isinstance(value, int) else add)(name, value)
     if tokenizer:
         _write_tokenizer(writer)
-    found = {"token_embd": model.model.embed_tokens.weight, "output_norm": model.model.norm.weight}
-    if not config.tie_word_embeddings:
-        found["output"] = model.lm_head.weight
-    for number, layer in enumerate(model.model.layers):
-        for name, module in ROWS.items():
-            weight = layer.get_submodule(module).weight
-            if name in ("attn_q", "attn_k"):
-                weight = permuted(weight, heads[name == "attn_k"])
-            found[f"blk.{number}.{name}"] = weight
-    for name, weight in found.items():
-        if name in leave_out:
+    for name, weight in llama_cpp.weights_of(model).items():
+        if name.removesuffix(".weight") in leave_out:
             continue
         array = weight.detach().numpy().astype(np.float32)
         if array.ndim > 1 and kind != gguf.GGMLQuantizationType.F32:
-            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(array, kind), raw_dtype=kind)
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(f"{name}.weight", array)
+            writer.add_tensor(name, array)
     for name, array in (tensors or {}).items():
         writer.add_tensor(name, np.asarray(array, np.float32))
     writer.write_header_to_file()
@@ -95,33 +74,19 @@ def write_gguf(model, path, *, kind="F32", leave_out=(), tokenizer=True, metadat
     writer.close()
 
 
-def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of q or k in llama.cpp's order, by the formula of its converter's `LlamaModel.permute`."""
-    pairs = weight.detach().reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(weight.shape).contiguous()
-
-
 def _write_tokenizer(writer) -> None:
     tokenizer = byte_tokenizer()
     vocabulary = tokenizer.get_vocab()
     tokens = sorted(vocabulary, key=vocabulary.get)
     control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
-    model = tokenizer.backend_tokenizer.model
-    merges = [" ".join(pair) for pair in _merges_of(tokenizer)]
-    assert isinstance(model, models.BPE)
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types([control if token in SPECIAL else normal for token in tokens])
-    writer.add_token_merges(merges)
+    writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_bos_token_id(END)
     writer.add_eos_token_id(END)
     writer.add_eot_token_id(TURN)
     writer.add_add_bos_token(False)
     writer.add_chat_template(TEMPLATE)
-
-
-def _merges_of(tokenizer):
-    import json
-
-    return json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
