@@ -11,7 +11,7 @@ from profile_cases import REJECTION, constant_llama, counts, greedy_counts, prof
 from tiny_models import tiny_llama
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
-from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, expected_tokens, gains
+from heavypath.speculative import LOSSLESS_METHODS, METHODS, SpeculativeDecoder, TokenTree, expected_tokens, gains
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.gains import jobs_of, measure_gains
 from heavypath.speculative.methods import LARGE
@@ -27,6 +27,7 @@ PUBLISHED = [
     0.0002, 0.0004, 0.0001,
 ]  # fmt: skip
 OPTIMUM = {64: 5.92, 128: 6.61, 256: 7.29, 768: 8.37}
+PROMPTS = [torch.tensor([1, 2]), torch.tensor([0])]
 P_LOGITS, Q_LOGITS = [1.0, 0.2, -0.5, 0.0], [0.3, 0.9, -0.2, -1.0]
 
 
@@ -105,6 +106,11 @@ def test_a_profile_promises_what_greedy_decoding_brings():
         assert out.stats.steps == steps
 
 
+def gains_of(pair, profile, methods=LOSSLESS_METHODS, prompts=PROMPTS, positions=512, report=lambda line: None):
+    jobs = [*jobs_of(*pair, profile, methods)]
+    return measure_gains(jobs, prompts, positions=positions, until=math.inf, seed=2, report=report)
+
+
 def test_the_gain_of_traversal_is_that_of_the_law(monkeypatch):
     """Of a chain it is block verification: node i is accepted with the chance w_i = min(1, w_{i-1} P / Q)."""
     p, q = (filtered_logprobs(torch.tensor([x]), Filters(1.0))[0].exp().tolist() for x in (P_LOGITS, Q_LOGITS))
@@ -120,10 +126,7 @@ def test_the_gain_of_traversal_is_that_of_the_law(monkeypatch):
             weight, chance = min(1.0, weight * p[token] / q[token]), chance * min(1.0, p[token] / q[token])
             exact, by_rejection = exact + drafted * weight, by_rejection + drafted * chance
     monkeypatch.setattr(gains, "ROUNDS_OF_GAINS", 4)
-    (gain,) = measure_gains(
-        [*jobs_of(constant_llama(P_LOGITS), constant_llama(Q_LOGITS), profile, ["chain"])],
-        [torch.tensor([1, 2]), torch.tensor([0])], positions=512, until=math.inf, seed=2, report=lambda line: None,
-    )  # fmt: skip
+    (gain,) = gains_of((constant_llama(P_LOGITS), constant_llama(Q_LOGITS)), profile, ["chain"])
     assert exact / by_rejection > 1.03
     assert gain.error < 0.1
     assert gain.factor == pytest.approx(exact / by_rejection, abs=5 * gain.error)
@@ -140,14 +143,8 @@ def test_gains_are_measured_within_the_positions_of_the_models(monkeypatch):
     counted = counts([[600, 100]], way=way)
     profile = replace(profile_of(counted, step={1: 0.01, 4: 0.01}, level=0.0), verifier="traversal")
     pair = tiny_llama(1, vocab_size=4), tiny_llama(3, vocab_size=4)
-
-    def found(tokens):
-        prompt = torch.arange(tokens) % 4
-        jobs = [*jobs_of(*pair, profile)]
-        return measure_gains(jobs, [prompt], positions=64, until=math.inf, seed=2, report=lambda line: None)
-
-    assert len(found(50)) > 0
-    assert found(62) == ()
+    assert len(gains_of(pair, profile, prompts=[torch.arange(50) % 4], positions=64)) > 0
+    assert gains_of(pair, profile, prompts=[torch.arange(62) % 4], positions=64) == ()
 
 
 def test_the_gain_of_a_grown_tree_counts_whole_steps_of_texts_as_long_as_those_counted():
@@ -155,10 +152,7 @@ def test_the_gain_of_a_grown_tree_counts_whole_steps_of_texts_as_long_as_those_c
     model, always = constant_llama(P_LOGITS), [[1000.0, 500.0, 300.0, 1000.0, 500.0], [0.0] * 5]
     entry = replace(counts([[1000, 0]]), moments=always, texts=["0 " * 29 + "0"])
     profile = profile_of(entry, step={1: 0.01, 4: 0.01}, level=0.0)
-    (gain,) = measure_gains(
-        [*jobs_of(model, model, profile, ["dyspec"])], [torch.tensor([1, 2]), torch.tensor([0])], positions=512,
-        until=math.inf, seed=2, report=lambda line: None,
-    )  # fmt: skip
+    (gain,) = gains_of((model, model), profile, ["dyspec"])
     assert (gain.nodes, gain.factor, gain.error) == (4, pytest.approx(1), pytest.approx(0, abs=1e-9))
     assert replace(profile, gains=(gain,)).plan("dyspec", Filters(1.0)).plan.expected_tokens == pytest.approx(4)
 
@@ -168,11 +162,8 @@ def test_a_greedy_text_is_decoded_once_for_a_gain(monkeypatch):
     monkeypatch.setattr(gains, "SURE", -1)
     entry, lines = greedy_counts([[600, 100]], [1000]), []
     profile = profile_of(replace(entry, moments=[[0.0] * 5] * 2), step={1: 0.01, 4: 0.01}, level=0.0)
-    target, draft = constant_llama(P_LOGITS), constant_llama(Q_LOGITS)
-    measure_gains(
-        [*jobs_of(target, draft, profile, ["dyspec"])], [torch.tensor([0])] * 17, positions=512, until=math.inf, seed=2,
-        report=lines.append,
-    )  # fmt: skip
+    pair = constant_llama(P_LOGITS), constant_llama(Q_LOGITS)
+    gains_of(pair, profile, ["dyspec"], [torch.tensor([0])] * 17, report=lines.append)
     assert [line.split(", ")[-1] for line in lines] == ["round 1", "round 2"]
 
 

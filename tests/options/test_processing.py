@@ -79,7 +79,7 @@ def test_what_is_not_asked_for_is_not_done(tiny_pair, monkeypatch):
     def never(*_):
         raise AssertionError
 
-    monkeypatch.setattr(Processing, "__call__", never)
+    monkeypatch.setattr(Processing, "before_verifying", never)
     decoder = SpeculativeDecoder(*tiny_pair)
     plain = decoder.generate(torch.tensor([[1, 2]]), 12).sequences
     settings = {"repetition_penalty": 1, "min_new_tokens": 5}  # nothing can end it

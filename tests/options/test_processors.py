@@ -13,7 +13,16 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation import logits_process as theirs
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import Cascade, EarlyExit, Merge, Mixture, SpeculativeDecoder
+from heavypath.speculative import (
+    Cascade,
+    EarlyExit,
+    Lookahead,
+    Merge,
+    Mixture,
+    PromptLookup,
+    Recall,
+    SpeculativeDecoder,
+)
 
 IDS = torch.tensor([[3, 1, 4, 1, 6, 2]])
 USUAL = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 18, "eos_token_id": EOS, "pad_token_id": 0}
@@ -313,3 +322,21 @@ def test_texts_on_a_gpu_are_those_on_a_cpu(tiny_pair):
             )  # fmt: skip
             texts.append(out.sequences.tolist())
     assert texts[:2] == texts[2:]
+
+
+@pytest.mark.parametrize("method", ["sequoia", "dyspec", "rsd-s", "specinfer"])
+@pytest.mark.parametrize("draft", [PromptLookup, Recall, Lookahead])
+def test_no_processor_is_shown_a_row_without_any_token(draft, method, tiny_pair):
+    """Where a draft proposes nothing, or in some sequences only; and the greedy text is that of transformers."""
+
+    def needs_a_distribution(input_ids, scores):
+        assert (scores > -torch.inf).any(-1).all()
+        entropy = torch.distributions.Categorical(logits=scores).entropy()[:, None]
+        return scores - entropy * torch.arange(scores.shape[1])
+
+    ids, target = torch.tensor([[1, 2, 1, 2, 1], [3, 4, 5, 6, 2]]), tiny_pair[0]  # of which the first repeats itself
+    own = [theirs.NoRepeatNGramLogitsProcessor(3), theirs.TopHLogitsWarper(0.9), needs_a_distribution]
+    usual = {"max_new_tokens": 10, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    expected = target.generate(ids, **usual, logits_processor=LogitsProcessorList(own))
+    out = SpeculativeDecoder(target, draft(), method).generate(ids, 10, eos_token_id=None, logits_processor=own)
+    assert torch.equal(out.sequences, expected)

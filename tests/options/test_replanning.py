@@ -7,7 +7,7 @@ import pytest
 import torch
 from head_cases import head_of
 from played_steps import PADDING, PROMPTS, Tape
-from profile_cases import WAYS, counts, greedy_counts, profile_of
+from profile_cases import ACCEPTED, WAYS, counts, greedy_counts, profile_of
 from tiny_models import tiny_llama
 from tree_policies import Scripted
 
@@ -19,7 +19,6 @@ from heavypath.speculative.drafts.kinds import describe
 from heavypath.speculative.tree_by_profile import EVERY, HALF_LIFE, WEIGHT, BestShape, Shapes, ValuedShape
 from heavypath.speculative.trees.planning import expected_tokens
 
-ACCEPTED = [[500, 150, 60], [480, 120, 70], [450, 100, 60], [450, 100, 60]]
 COSTS = {1: 0.01, 4: 0.012, 16: 0.02}
 CHAIN, WIDE = TokenTree.chain(3), TokenTree.k_ary(3, 1)
 

@@ -13,8 +13,6 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative import SpeculativeDecoder, calibrate, calibration
 from heavypath.speculative.calibration import ways_to_draft
 from heavypath.speculative.cli.app import main
-from heavypath.speculative.costs.measured import CostsByBatch
-from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.drafts.kinds import as_draft, describe
 from heavypath.speculative.models.layer_weights import stream_of
 from heavypath.speculative.models.llama import LlamaForward
@@ -121,10 +119,10 @@ def test_a_limit_is_eighty_passes_or_refused_before_anything_is_counted_if_that_
 
 
 def test_a_profile_of_another_memory_is_refused(demo_pair, slow):
-    costs = CostsByBatch({1: Costs({1: 1.0, 64: 1.1}, 0.01)})
-    facts, entry = {"dtype": "float32", "device_type": "cpu"}, greedy_counts([[60, 20], [40, 10]], [100, 60])
-    in_memory = Profile(*map(describe, demo_pair[:2]), 1, 1, facts, costs, (entry,))
-    streamed = replace(in_memory, environment=facts | {STREAMED: 36})
+    made_up = profile_of(greedy_counts([[60, 20], [40, 10]], [100, 60]), step={1: 1.0, 64: 1.1}, level=0.01)
+    target, draft = map(describe, demo_pair[:2])
+    in_memory = replace(made_up, target=target, draft=draft, verifier=None)
+    streamed = replace(in_memory, environment=in_memory.environment | {STREAMED: 36})
     assert len(SpeculativeDecoder(slow[0], demo_pair[1], "top-k", profile=streamed).tree_for(Filters(0.0))) > 1
     for target, profile, message in (
         (demo_pair[0], streamed, "of which a pass reads 36 MB, got one that reads 0 MB"),

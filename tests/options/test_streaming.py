@@ -336,20 +336,6 @@ def test_a_read_ahead_that_fails_while_nothing_is_decoded_is_tried_again(model, 
     assert torch.equal(text_of(model), expected)
 
 
-def test_a_service_goes_on_after_a_read_that_failed(model, decoder_of, ids):
-    def fail(number, into):
-        raise OSError(5, "Input/output error")
-
-    with decoder_of(model).serve(slots=2, max_tokens=64) as service:
-        texts = []
-        for before in (spoil, fail, spoil):
-            on_read(model, before)
-            with suppress(OSError):
-                texts.append(service.submit(ids[0], 8, 0.6, seed=1).result(PATIENCE).tokens)
-    assert len(texts) == 2
-    assert texts[0] == texts[1]
-
-
 # Files
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from tiny_models import tiny_llama
 from tree_cases import trees
+from verification_cases import Problem
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
-from heavypath.kernels.nodes import EITHER_DRAW, WHOLE_TREE
+from heavypath.kernels.nodes import WHOLE_TREE
 from heavypath.kernels.noise import Stream, coins, gumbel_noise
-from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import verify_tree
 from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree
 from heavypath.speculative.decoding.rules import Rules
@@ -97,48 +97,27 @@ class Case(NamedTuple):
         return coins(self.seed, self.fields.noise_rows[[parent]].numpy(), self.fields.ranks[[node]].numpy())[0]
 
 
-def verified_cases(method, replacement, draft_temperature=0.9, top_k=None, vocab_size=6):
+def verified_cases(method, replacement, draft_temperature=0.9, top_k=None):
     target_filters = Filters(0.0 if method == "greedy" else 0.7)
     draft_filters = Filters(draft_temperature, top_k)
     rules = rules_of(method, replacement, target_filters, draft_filters)
     shapes = {"k-ary": TokenTree.k_ary(3, 3), "heavy": TokenTree.k_ary(2, 4).reordered("heavy_path")[0]}
-    shapes = [tree for tree in (trees(14) | shapes).values() if len(tree) > 1 and tree.branching <= vocab_size]
-    for tree, seed in product(shapes, range(2)):
-        nodes, parents = len(tree), tree.parents.tolist()
-        generator = torch.Generator().manual_seed(seed)
-        target, draft = (1.5 * torch.randn(2, nodes, vocab_size, generator=generator) for _ in range(2))
-        draft += target / 2
-        rows = torch.arange(2 * nodes).view(2, nodes) + 1000 * seed
-        tokens = torch.zeros(2, nodes, dtype=torch.long)
-        contexts, first = ([[()] * nodes for _ in range(2)], {})
-        for node in range(nodes):
-            for sequence in range(2):
-                if node:
-                    above = contexts[sequence][parents[node]]
-                    contexts[sequence][node] = (*above, int(tokens[sequence, node]))
-                if replacement:  # equal siblings have equal contexts, hence equal distributions
-                    same = first.setdefault((sequence, contexts[sequence][node]), node)
-                    target[sequence, node], draft[sequence, node] = target[sequence, same], draft[sequence, same]
-            children = (tree.parents == node).nonzero()[:, 0]
-            if len(children):
-                drawn = gumbel_topk(
-                    draft[:, node], len(children), **draft_filters._asdict(), seed=seed, rows=rows[:, node],
-                    replacement=replacement, uniform_fill=not replacement,
-                )  # fmt: skip
-                tokens[:, children] = drawn.tokens[:, tree.ranks[children]]
-        tokens[1, nodes - 1] = -1  # absent
-        contexts[1][nodes - 1] = (*contexts[1][nodes - 1][:-1], -1)
-        verified = verify_tree(
-            tokens, tree.parents, target, draft, method=method, replacement=replacement and method in EITHER_DRAW,
-            ranks=tree.ranks, seed=seed, rows=rows,
-            **target_filters._asdict(), **{f"draft_{key}": value for key, value in draft_filters._asdict().items()},
-        )  # fmt: skip
+    shapes = [tree for tree in (trees(14) | shapes).values() if len(tree) > 1 and tree.branching <= 6]
+    for tree, seed in product(shapes, (0, 2)):
+        problem = Problem(
+            tree, method, target_filters, draft_filters, vocab_size=6, absent=0.1, seed=seed, replacement=replacement
+        )
+        verified = problem.verified("torch")
         for one in range(2):
-            fields = VerifiedTree(tokens[one], tree.parents, tree.ranks, rows[one], target[one], draft[one])
+            logits = problem.target[one], problem.draft[one]
+            fields = VerifiedTree(problem.tokens[one], tree.parents, tree.ranks, problem.rows[one], *logits)
             path, next_token = verified.path[one], int(verified.next_token[one])
             reasons = explain(fields, rules, seed, path, next_token)
+            contexts = [()]
+            for parent, token in zip(tree.parents.tolist()[1:], fields.tokens.tolist()[1:], strict=True):
+                contexts.append((*contexts[parent], token))
             path = [node for node in path.tolist() if node >= 0]
-            yield Case(fields, path, next_token, reasons, seed, contexts[one])
+            yield Case(fields, path, next_token, reasons, seed, contexts)
 
 
 INDEPENDENT = ("with_replacement", "kseq")  # take children that were drawn with replacement

@@ -5,6 +5,7 @@ Texts are lists of new tokens, one for each prompt.
 
 import string
 from copy import deepcopy
+from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 
 import numpy as np
@@ -16,13 +17,13 @@ from head_cases import head_of
 from mtp_checkpoints import mtp_of
 from own_drafts import Bigrams
 from processed_texts import odd_behind_even
+from profile_cases import ACCEPTED, counts, profile_of, way_of
 from recurrent_families import recurrent
 from tiny_models import tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.generation import logits_process as theirs
 
-from heavypath.kernels.filtering import Filters
 from heavypath.speculative import (
     Cascade,
     EarlyExit,
@@ -32,7 +33,6 @@ from heavypath.speculative import (
     Merge,
     Mixture,
     Pard,
-    Profile,
     PromptLookup,
     Recall,
     Retrieval,
@@ -45,10 +45,9 @@ from heavypath.speculative import (
 )
 from heavypath.speculative.costs.measured import CostsByBatch
 from heavypath.speculative.costs.table import Costs
-from heavypath.speculative.drafts.kinds import describe, draft_parameter_count, parameter_count
+from heavypath.speculative.drafts.kinds import describe
 from heavypath.speculative.drafts.medusa.heads import MedusaConfig
 from heavypath.speculative.methods import measured_row
-from heavypath.speculative.profile import MeasuredAcceptance
 from heavypath.speculative.streaming.file import BLOCK
 
 EOS, SEED = 5, 4
@@ -62,7 +61,6 @@ DEEP = TokenTree([*range(-1, 8), 0])
 LARK = 'start: "a" (tail | "b" start)\ntail: "c" | "d" tail "e"'
 FILTERS = {"none": {}, "top-k": {"top_k": 4}, "top-p": {"top_p": 0.85}, "min-p": {"min_p": 0.1}}
 OF_ONE_TARGET = ("head", "p-eagle", "medusa", "mtp", "block")
-ACCEPTED = [[500, 150, 60], [480, 120, 70], [450, 100, 60], [450, 100, 60]]  # of 1000, by level and child
 
 
 @lru_cache
@@ -230,23 +228,16 @@ class Case:
     @cached_property
     def profile(self):
         """Made-up costs and counts of this pair and method; by batch, where larger batches have smaller trees."""
-        row, levels, children = measured_row(self.row["method"], self.verifier, "cpu"), len(ACCEPTED), len(ACCEPTED[0])
-        entries = [
-            MeasuredAcceptance(
-                *row.at(temperature), children if row.independent_sequences else None, Filters(temperature),
-                ACCEPTED, [1000] * levels, [[0.0] * 5] * children,
-            )
-            for temperature in (0.0, 1.0)
-        ]  # fmt: skip
+        row = measured_row(self.row["method"], self.verifier, "cpu")
+        entries = [counts(ACCEPTED, temperature=each, way=way_of(row, each)) for each in (0.0, 1.0)]
         costs = {1: Costs({1: 0.01, 4: 0.012, 16: 0.02}, 0.001)}
         if self.row["tree"] == "by batch":
             costs[4] = Costs({1: 0.01, 4: 0.02, 16: 0.1}, 0.002)
+        draft = "none" if self.draft is None else describe(self.draft)
         facts = {"dtype": self.row["dtype"], "device_type": "cpu"}
-        return Profile(
-            target=describe(self.target), draft="none" if self.draft is None else describe(self.draft),
-            target_parameters=parameter_count(self.target),
-            draft_parameters=0 if self.draft is None else draft_parameter_count(self.draft, self.target),
-            environment=facts, costs=CostsByBatch(costs), acceptance=entries, verifier=self.verifier,
+        return replace(
+            profile_of(*entries), target=describe(self.target), draft=draft, verifier=self.verifier, environment=facts,
+            costs=CostsByBatch(costs),
         )  # fmt: skip
 
     @cached_property

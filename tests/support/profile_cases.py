@@ -29,6 +29,7 @@ def way_of(row, temperature=1.0):
     return Way(*row.at(temperature), 3 if row.independent_sequences else None)
 
 
+ACCEPTED = [[500, 150, 60], [480, 120, 70], [450, 100, 60], [450, 100, 60]]  # of 1000, by level and child
 REJECTION = Way("without_replacement", "without_replacement", None)
 WAYS = sorted(
     {way_of(method) for name, method in METHODS.items() if name != "autoregressive" and method.is_lossless}, key=str

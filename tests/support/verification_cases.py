@@ -75,9 +75,11 @@ class Problem(Compared):
 
     def __init__(
         self, tree: TokenTree, method: str, target_filters=PLAIN, draft_filters=PLAIN, *,
-        vocab_size=5, batch=2, dtype=torch.float32, absent=0.0, noise=1.0, seed=0,
+        vocab_size=5, batch=2, dtype=torch.float32, absent=0.0, noise=1.0, seed=0, replacement: bool | None = None,
     ):  # fmt: skip
-        replacement = method in ("with_replacement", "kseq") or (method in EITHER_DRAW and seed % 2 == 1)
+        """replacement: whether children were drawn so; of a method that takes either, by the seed if it is not given"""
+        if replacement is None:
+            replacement = method in ("with_replacement", "kseq") or (method in EITHER_DRAW and seed % 2 == 1)
         generator = torch.Generator().manual_seed(seed)
         contexts = min(vocab_size, 40)
         target = 1.5 * torch.randn(batch, contexts, vocab_size, generator=generator)
