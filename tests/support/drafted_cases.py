@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 from block_checkpoints import said_of
-from head_cases import logits_over, logits_with_masks
+from head_cases import entries_over, logits_with_masks
 from tiny_models import tiny_llama
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -173,7 +173,7 @@ def said_by(draft, target, text, path):
         return draft(whole[None]).logits[0, -1].softmax(-1).float()
     if getattr(draft, "mask_hidden", None) is not None:
         return law_of(logits_with_masks(draft, target, text, len(path))).float()
-    return logits_over(draft, target, text, path).softmax(-1).float()
+    return entries_over(draft, target, text, path)[-1].softmax(-1).float()
 
 
 def said_in_letters(draft, text):

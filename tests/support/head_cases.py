@@ -47,10 +47,10 @@ def logits_with_masks(head, target, text, masks):
 
 
 @torch.no_grad()
-def logits_over(head, target, text, path=()):
-    """What follows a text and, below it, a path of drafted tokens, [V]: for each token a pass over all entries.
+def entries_over(head, target, text, path=()):
+    """What follows each two tokens of a text and, below it, of a path of drafted tokens, [L - 1 + P, V].
 
-    A text of one token has no features before it, for which zeros stand.
+    For each drafted token a pass over all entries. A text of one token has no features before it: zeros stand for them.
     """
     features, embedding = features_of(head, target, text), embedding_of(head, target)
     features, tokens = (features[:, :-1], text[1:]) if len(text) > 1 else (0 * features, text)
@@ -59,14 +59,7 @@ def logits_over(head, target, text, path=()):
         features = torch.cat([features, head.fed_back(hidden[:, -1:])], 1)
         tokens = torch.cat([tokens, torch.tensor([drafted])])
         hidden = over(head, features, embedding(tokens[None]))
-    return logits_of(head, target, hidden)[-1]
-
-
-@torch.no_grad()
-def entries_over(head, target, text):
-    """[L - 1, V], in row i what the entry of tokens i and i + 1 says."""
-    features = features_of(head, target, text)[:, :-1]
-    return logits_of(head, target, over(head, features, embedding_of(head, target)(text[None, 1:])))
+    return logits_of(head, target, hidden)
 
 
 def features_of(head, target, text):
@@ -82,7 +75,8 @@ def over(head, features, embedded):
     def causal(query, key, value):
         return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
-    return head(features, embedded, head.rotary_emb(features, torch.arange(features.shape[1])[None]), causal)
+    positions = torch.arange(features.shape[1])[None]
+    return head(features, embedded, head.rotary_emb(features, positions), causal)
 
 
 def logits_of(head, target, hidden):
@@ -91,5 +85,10 @@ def logits_of(head, target, hidden):
     if head.d2t is None:
         return logits
     every = logits.new_full((len(logits), head.config.vocab_size), -torch.inf)
-    every[:, [1, 2, 4, 6]] = logits
+    every[:, drafted_by(head)] = logits
     return every
+
+
+def drafted_by(head):
+    """The target's tokens that a head drafts."""
+    return torch.arange(len(head.d2t)) + head.d2t

@@ -5,13 +5,13 @@ computes such a head's logits token by token, with none of the package's code; `
 """
 
 import json
-from itertools import count
 from types import SimpleNamespace
 
 import torch
+from head_cases import drafted_by, entries_over
 from safetensors.torch import save_file
 from tiny_models import tiny_llama
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import silu
 
 LAYERS, WIDTH, VOCAB = 8, 16, 40
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -193,29 +193,7 @@ def oracle(kind, w, target, text=TEXT):
     return torch.stack(logits)
 
 
-@torch.no_grad()
 def driven(head, target, text=TEXT):
-    """The same of an EagleHead: all entries of the text at once, then two levels below the last."""
-    states = target(torch.tensor([text]), output_hidden_states=True).hidden_states
-    embedding = head.embed_tokens or target.get_input_embeddings()
-    lm_head = head.lm_head or target.get_output_embeddings()
-    caches: dict[int, tuple] = {}
-    features = head.features([states[tap][:, :-1] for tap in head.config.taps])
-    levels, logits, begin = [text[1:], *([token] for token in DRAFTED)], [], 0
-    for tokens in levels:
-        layer_numbers = count()
-
-        def attend(query, key, value, layer_numbers=layer_numbers):
-            layer = next(layer_numbers)
-            if layer in caches:
-                key, value = (torch.cat(pair, 2) for pair in zip(caches[layer], (key, value), strict=True))
-            caches[layer] = key, value
-            causal = query.shape[2] > 1
-            return scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
-
-        embedded = embedding(torch.tensor([tokens]))
-        turns = head.rotary_emb(embedded, torch.arange(begin, begin + len(tokens))[None])
-        hidden = head(features, embedded, turns, attend)
-        logits.append(lm_head(head.before_lm_head(hidden))[0])
-        features, begin = head.fed_back(hidden[:, -1:]), begin + len(tokens)
-    return torch.cat(logits)
+    """The same of an EagleHead."""
+    found = entries_over(head, target, torch.tensor(text), DRAFTED)
+    return found if head.d2t is None else found[:, drafted_by(head)]
