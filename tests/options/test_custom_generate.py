@@ -156,6 +156,7 @@ def test_a_setting_that_differs_from_the_decoders_own_is_a_processor(processors,
 
 
 @pytest.mark.parametrize(("settings", "message"), [
+    ({"num_beams": 2}, "num_beams=2"),
     ({"assistant_model": tiny_llama(2, layers=1)}, "assistant_model: the decoder has a draft"),
     ({CACHE_NAME: DynamicCache()}, CACHE_NAME),
     ({"synced_gpus": True}, "synced_gpus"),
