@@ -9,16 +9,15 @@ As in transformers, a user's processor replaces the one of the same class that w
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, WatermarkingConfig
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, WatermarkingConfig
 from transformers.generation import logits_process as theirs
-from transformers.utils import logging
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.processors.kinds import lists_for
@@ -26,7 +25,25 @@ from heavypath.speculative.processors.kinds import lists_for
 if TYPE_CHECKING:
     from heavypath.speculative.decoding.request import Request
 
-logger = logging.get_logger(__name__)
+# Settings that do not apply to a decoder-only model without guidance, or are made into processors separately.
+_LEFT_OUT = (
+    "guidance_scale",
+    "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size",
+    "repetition_penalty",
+    "min_new_tokens",
+    "watermarking_config",
+)
+_WARPERS = {"top_h": None, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}  # that the kernels lack: value for off
+
+
+class _Generation(GenerationMixin):
+    """What transformers' functions that make processors need of a model."""
+
+    config = PreTrainedConfig(is_encoder_decoder=False)
+
+
+_generation: Any = _Generation()
 
 
 def with_processors(
@@ -51,141 +68,74 @@ def with_processors(
     """
     own = lists_for(options.get("logits_processor"), len(request.input_ids))
     config = GenerationConfig() if config is None else config
+    allowed = options.get("prefix_allowed_tokens_fn")
     filters = request.filters
-    eos = request.stops.tolist()
-    biases = _biases(config)
-    others = _others(config, options.get("prefix_allowed_tokens_fn"), request, eos)
+    width = request.input_ids.shape[1]
     marks = _watermarks(config, vocab_size, request.input_ids.device)
-    warpers = _warpers(config, request.input_ids.device) if filters.temperature > 0 else []
-    first = _penalties(request, eos)
-    if not (any(own) or biases or others or warpers or marks or (penalties and any(first))):
+    has_warpers = any(getattr(config, name, None) not in (None, off) for name, off in _WARPERS.items())
+    warps = filters.temperature > 0 and (has_warpers or len(marks) > 0)
+    if not (any(own) or warps or marks or penalties or _of_settings(config, request, allowed, penalties=False)):
         return request
-    if filters.temperature > 0 and (warpers or marks):
-        warpers = _in_order(filters, warpers)
+    settings = _of_settings(config, request, allowed, penalties=True)
+    padding = (width - request.lengths).tolist()
+    first = {count: _without_padding(settings, count) for count in padding}
+    last = marks
+    if warps:
+        last = [*_warpers(config, filters, request.input_ids.device), *marks]
         filters = Filters(1.0)
-    last = [*warpers, *marks]
-    lists = [[*_merged([*biases, *one, *others], each), *last] for one, each in zip(first, own, strict=True)]
+    merged = _generation._merge_criteria_processor_list
+    lists = [[*merged(first[count], each), *last] for count, each in zip(padding, own, strict=True)]
     return replace(request, processors=lists_for(lists, len(lists)), filters=filters, processing=None)
 
 
-def _merged(settings: list[Any], own: Sequence[Any]) -> list[Any]:
-    """Processors made from settings, then a user's. A user's replaces, in its position, one of the same class.
-
-    So does `GenerationMixin._merge_criteria_processor_list`.
-    """
-    first = {type(each): each for each in reversed(own)}
-    for each in settings:
-        if type(each) in first:
-            name = type(each).__name__
-            logger.info(f"a {name} is given as a logits processor and as a setting: the setting is not used")
-    merged = [first.get(type(each), each) for each in settings]
-    for each in own:
-        if each not in merged:
-            merged.append(each)
-    return merged
-
-
-def _penalties(request: "Request", eos: list[int]) -> list[list[Any]]:
-    """For each sequence, its repetition penalty and minimal length as processors. Padding is not penalised."""
-    width = request.input_ids.shape[1]
-    device = str(request.input_ids.device)
-    given = request.processing
-    found: list[list[Any]] = [[] for _ in request.input_ids]
-    if given is None:
-        return found
-    if given.repetition_penalty != 1:
-        padding = (width - request.lengths).tolist()
-        kinds = {each: theirs.RepetitionPenaltyLogitsProcessor(given.repetition_penalty, each) for each in padding}
-        found = [[kinds[each]] for each in padding]
-    if given.min_new_tokens > 0 and eos:  # transformers makes two processors of this setting
-        by_width = theirs.MinLengthLogitsProcessor(width + given.min_new_tokens, eos, device)
-        by_new = theirs.MinNewTokensLengthLogitsProcessor(width, given.min_new_tokens, eos, device)
-        found = [[*each, by_width, by_new] for each in found]
-    return found
-
-
-def _biases(config: GenerationConfig) -> list[Any]:
-    """The processors of a generation config that transformers calls before the penalties."""
-    bias = getattr(config, "sequence_bias", None)
-    return [] if bias is None else [theirs.SequenceBiasLogitsProcessor(bias)]
-
-
-def _others(
+def _of_settings(
     config: GenerationConfig,
-    allowed: Callable[[int, Tensor], list[int]] | None,
     request: "Request",
-    eos_tokens: list[int],
+    allowed: Callable[[int, Tensor], list[int]] | None,
+    *,
+    penalties: bool,
 ) -> list[Any]:
-    """The processors of a generation config that transformers calls between the penalties and a user's, in its order.
+    """The processors that transformers makes of settings, and calls before a user's and before warpers.
 
-    allowed: the request's `prefix_allowed_tokens_fn`; eos_tokens: tokens that end a sequence
+    allowed: the request's `prefix_allowed_tokens_fn`
+    penalties: also the request's repetition penalty and minimal length, of which transformers makes two processors
     """
     width = request.input_ids.shape[1]
+    own = copy.copy(config)
+    for name in _LEFT_OUT:
+        setattr(own, name, None)
+    given = request.processing
+    if given is not None and given.min_new_tokens > 0:
+        own.min_length = width + given.min_new_tokens if penalties else None  # it has precedence over min_length
+        own.min_new_tokens = given.min_new_tokens if penalties else None
+    if given is not None and penalties:
+        own.repetition_penalty = given.repetition_penalty
+    own.do_sample = False
+    own.num_beams = 1
+    own.max_length = width + request.max_new_tokens
+    own._eos_token_tensor = request.stops if len(request.stops) else None
+    if own.exponential_decay_length_penalty is not None and own._eos_token_tensor is None:
+        raise ValueError("exponential_decay_length_penalty raises end-of-sequence tokens; give eos_token_id")
     device = str(request.input_ids.device)
-    eos = torch.tensor(eos_tokens, dtype=torch.long, device=device)
-    has_least = request.processing is not None and request.processing.min_new_tokens > 0
-
-    def setting(name: str) -> Any:
-        return getattr(config, name, None)
-
-    found: list[Any] = []
-    if setting("no_repeat_ngram_size"):
-        found.append(theirs.NoRepeatNGramLogitsProcessor(setting("no_repeat_ngram_size")))
-    if setting("bad_words_ids") is not None:
-        found.append(theirs.NoBadWordsLogitsProcessor(setting("bad_words_ids"), eos if eos_tokens else None))
-    if setting("min_length") and not has_least and eos_tokens:  # in transformers min_new_tokens has precedence
-        found.append(theirs.MinLengthLogitsProcessor(setting("min_length"), eos, device=device))
-    if allowed is not None:
-        found.append(theirs.PrefixConstrainedLogitsProcessor(allowed, 1))
-    if setting("forced_bos_token_id") is not None:
-        found.append(theirs.ForcedBOSTokenLogitsProcessor(setting("forced_bos_token_id")))
-    if setting("forced_eos_token_id") is not None:
-        longest = width + request.max_new_tokens
-        found.append(theirs.ForcedEOSTokenLogitsProcessor(longest, setting("forced_eos_token_id"), device=device))
-    if setting("remove_invalid_values") is True:
-        found.append(theirs.InfNanRemoveLogitsProcessor())
-    if setting("exponential_decay_length_penalty") is not None:
-        if not eos_tokens:
-            raise ValueError("exponential_decay_length_penalty raises end-of-sequence tokens; give eos_token_id")
-        found.append(theirs.ExponentialDecayLengthPenalty(setting("exponential_decay_length_penalty"), eos, width))
-    if setting("suppress_tokens") is not None:
-        found.append(theirs.SuppressTokensLogitsProcessor(setting("suppress_tokens"), device=device))
-    if setting("begin_suppress_tokens") is not None:
-        begin = width + int(width == 1 and setting("forced_bos_token_id") is not None)
-        found.append(
-            theirs.SuppressTokensAtBeginLogitsProcessor(setting("begin_suppress_tokens"), begin, device=device)
-        )
-    return found
+    return _generation._get_logits_processor(own, width, prefix_allowed_tokens_fn=allowed, device=device)
 
 
-def _warpers(config: GenerationConfig, device: torch.device) -> list[Any]:
-    """The warpers of a generation config that the decoder's kernels do not have, in transformers' order."""
-    found: list[Any] = []
-    for name, kind, off in (
-        ("top_h", theirs.TopHLogitsWarper, None),
-        ("typical_p", theirs.TypicalLogitsWarper, 1),
-        ("epsilon_cutoff", theirs.EpsilonLogitsWarper, 0),
-        ("eta_cutoff", partial(theirs.EtaLogitsWarper, device=str(device)), 0),
-    ):
-        value = getattr(config, name, None)
-        if value not in (None, off):
-            found.append(kind(value))
-    return found
+def _without_padding(settings: list[Any], padding: int) -> list[Any]:
+    """The processors for a sequence that begins with padding, which a repetition penalty must not read."""
+    kind = theirs.RepetitionPenaltyLogitsProcessor
+    return [kind(each.penalty, padding) if isinstance(each, kind) else each for each in settings]
 
 
-def _in_order(filters: Filters, warpers: list[Any]) -> list[Any]:
-    """All filters as warpers, in transformers' order: temperature, top-h, top-k, top-p, min-p, and the others."""
-    own: list[Any] = []
-    if filters.temperature != 1:
-        own.append(theirs.TemperatureLogitsWarper(float(filters.temperature)))
-    own += [each for each in warpers if isinstance(each, theirs.TopHLogitsWarper)]
-    if filters.top_k:
-        own.append(theirs.TopKLogitsWarper(filters.top_k))
-    if filters.top_p is not None and filters.top_p < 1:
-        own.append(theirs.TopPLogitsWarper(filters.top_p))
-    if filters.min_p:
-        own.append(theirs.MinPLogitsWarper(filters.min_p))
-    return own + [each for each in warpers if not isinstance(each, theirs.TopHLogitsWarper)]
+def _warpers(config: GenerationConfig, filters: Filters, device: torch.device) -> list[Any]:
+    """All filters as warpers, with those of a generation config that the kernels lack."""
+    own = GenerationConfig(do_sample=True)
+    for name in _WARPERS:
+        setattr(own, name, getattr(config, name, None))
+    own.temperature = float(filters.temperature)
+    own.top_k = filters.top_k
+    own.top_p = filters.top_p
+    own.min_p = filters.min_p or None
+    return _generation._get_logits_processor(own, device=str(device))
 
 
 def _watermarks(config: GenerationConfig, vocab_size: int, on: torch.device) -> list[Any]:
