@@ -6,13 +6,13 @@ import time
 from ray import serve  # pyright: ignore[reportMissingImports]
 from starlette.types import ASGIApp
 
-from heavypath.speculative.http.batches.worker import Worker, WorkerOptions
+from heavypath.speculative.http.batches.worker import Worker
 from heavypath.speculative.loading import load_pair
 
 
 def application() -> ASGIApp:
     """The server's application over a decoder, made anew in each replica."""
-    return Worker(load_pair(), WorkerOptions(name="heavypath-demo")).app
+    return Worker(load_pair(), "heavypath-demo").app
 
 
 Replica = serve.deployment(serve.ingress(application)())

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from heavypath.speculative.cli import (
+    batch,
     chat,
     compare,
     demo,
@@ -26,7 +27,6 @@ from heavypath.speculative.cli import (
     serve,
     trace,
 )
-from heavypath.speculative.cli.batches import command as batches
 from heavypath.speculative.cli.ranks import check_command, this_rank
 
 OTHER_ERRORS = {
@@ -47,7 +47,7 @@ for command in (
     generate.generate,
     chat.chat,
     serve.serve,
-    batches.batch,
+    batch.batch,
     compare.compare,
     info.info,
     planning.calibrate,

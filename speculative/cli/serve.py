@@ -107,10 +107,9 @@ def serve(
         from heavypath.speculative.decoder import SpeculativeDecoder
         from heavypath.speculative.http.app import create_app, fingerprint_of
         from heavypath.speculative.http.connections import raise_limit_of_files
-        from heavypath.speculative.http.exchange import Served
         from heavypath.speculative.http.guard import LOCAL, host_of
-        from heavypath.speculative.http.limits import Limits
         from heavypath.speculative.http.metrics import Metrics
+        from heavypath.speculative.http.served import Limits, Served
         from heavypath.speculative.http.server import Server, bound_socket, is_loopback
         from heavypath.speculative.http.tool_calls import FORMATS
         from heavypath.speculative.profile import Profile

@@ -11,11 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from heavypath.speculative.http.answer_texts import AnswerReader, MarkedAnswer
 from heavypath.speculative.http.reasoning import REASONING, ReasoningFormat, ReasoningReader, reasoning_of, state_after
 from heavypath.speculative.http.requests import ChatRequest
+from heavypath.speculative.http.served import AUTO
 from heavypath.speculative.http.template_answers import TemplateAnswer, closes_of
 from heavypath.speculative.http.tool_calls import CallReader, Calls
-
-AUTO = "auto"  # values of `--reasoning`, as the next one, besides the names of formats
-NONE = "none"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from heavypath.speculative.http.logprobs import Spelling
+from heavypath.speculative.http.requests import Sampling
+from heavypath.speculative.http.served import Served
 from heavypath.speculative.http.tool_calls import Call
 from heavypath.speculative.serving.acceptance import Acceptance
 from heavypath.speculative.serving.logprobs import TokenLogprob
@@ -61,29 +63,6 @@ class Piece(NamedTuple):
         return bool(self.text or self.thought or self.calls or self.scored or self.scored_thought)
 
 
-class Style(NamedTuple):
-    """What all choices and events of an answer have in common.
-
-    model:      the served model's name
-    fingerprint: the `system_fingerprint` of OpenAI's API
-    spelling:   gives the texts of single tokens, for log-probabilities
-    scores:     whether it has log-probabilities
-    usage:      whether a stream ends with token counts
-    continuous: whether each event has token counts
-    measured:   whether the answer reports acceptance, as vLLM does with per-request metrics
-    reasoning:  whether thinking is separated from the answer
-    """
-
-    model: str
-    fingerprint: str
-    spelling: Spelling
-    scores: bool = False
-    usage: bool = False
-    continuous: bool = False
-    measured: bool = False
-    reasoning: bool = False
-
-
 def joined(pieces: Sequence[Piece]) -> Piece:
     """The pieces of one choice, from first to last, as one piece with the reason of the last."""
     return pieces[-1]._replace(
@@ -118,19 +97,32 @@ def measures(acceptance: Acceptance | None) -> dict[str, Any]:
 
 
 class _Answer:
-    """Makes the JSON objects of an answer; the common part of completions and chats."""
+    """Makes the JSON objects of an answer; the common part of completions and chats.
+
+    body:        the request
+    spelling:    gives the texts of single tokens, for log-probabilities
+    fingerprint: the `system_fingerprint` of OpenAI's API
+    reasoning:   whether thinking is separated from the answer
+    """
 
     prefix = ""
     whole_kind = ""
     event_kind = ""
 
-    def __init__(self, style: Style):
-        self._style = style
+    def __init__(
+        self, served: Served, body: Sampling, spelling: Spelling, fingerprint: str, *, reasoning: bool = False
+    ):
+        self.streamed = body.streamed
+        self._scores = body.likeliest is not None
+        self._spelling = spelling
+        self._measured = served.measured
+        self._reasoning = reasoning
+        self._counts: dict[int, int] = {}  # by choice, how many characters or calls were sent before the next piece
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": style.model,
-            "system_fingerprint": style.fingerprint,
+            "model": served.name,
+            "system_fingerprint": fingerprint,
         }
 
     def whole(self, texts: Sequence[Piece], counted: Counted, acceptance: Acceptance | None) -> dict[str, Any]:
@@ -149,13 +141,13 @@ class _Answer:
         """The stream's event for a piece. counted: token counts so far, which each event has if requested."""
         choice = {"index": piece.place, "logprobs": self._logprobs(piece), "finish_reason": piece.reason}
         event = self._head | {"object": self.event_kind, "choices": [choice | self._part(piece)]}
-        if self._style.continuous:
-            return event | {"usage": counted.usage()}
-        return event | {"usage": None} if self._style.usage else event
+        if not self.streamed.include_usage:
+            return event
+        return event | {"usage": counted.usage() if self.streamed.continuous_usage_stats else None}
 
     def _numbers(self, counted: Counted, acceptance: Acceptance | None) -> dict[str, Any]:
         numbers: dict[str, Any] = {"usage": counted.usage()}
-        return numbers | {"metrics": measures(acceptance)} if self._style.measured else numbers
+        return numbers | {"metrics": measures(acceptance)} if self._measured else numbers
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         raise NotImplementedError
@@ -174,16 +166,12 @@ class CompletionAnswer(_Answer):
     whole_kind = "text_completion"
     event_kind = "text_completion"
 
-    def __init__(self, style: Style):
-        super().__init__(style)
-        self._offsets: dict[int, int] = {}  # by choice, the character offset of its next token
-
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        if not self._style.scores or not (piece.scored or piece.text):
+        if not self._scores or not (piece.scored or piece.text):
             return None
-        offset = self._offsets.get(piece.place, 0)
-        found = self._style.spelling.completion(piece.scored, offset)
-        self._offsets[piece.place] = offset + sum(map(len, found["tokens"]))
+        offset = self._counts.get(piece.place, 0)
+        found = self._spelling.completion(piece.scored, offset)
+        self._counts[piece.place] = offset + sum(map(len, found["tokens"]))
         return found
 
     def _whole(self, text: Piece) -> dict[str, Any]:
@@ -200,10 +188,6 @@ class ChatAnswer(_Answer):
     whole_kind = "chat.completion"
     event_kind = "chat.completion.chunk"
 
-    def __init__(self, style: Style):
-        super().__init__(style)
-        self._calls: dict[int, int] = {}  # by choice, how many calls were sent
-
     def begin(self, index: int, counted: Counted) -> dict[str, Any]:
         """The first event of choice `index`, which has the role and no text."""
         event = self.event(Piece(index, ""), counted)
@@ -211,11 +195,11 @@ class ChatAnswer(_Answer):
         return event
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        if not self._style.scores or not (piece.scored or piece.scored_thought):
+        if not self._scores or not (piece.scored or piece.scored_thought):
             return None
-        found = self._style.spelling.chat(piece.scored)
-        thought = {"reasoning_content": self._style.spelling.chat(piece.scored_thought)["content"]}
-        return found | thought if self._style.reasoning else found
+        found = self._spelling.chat(piece.scored)
+        thought = {"reasoning_content": self._spelling.chat(piece.scored_thought)["content"]}
+        return found | thought if self._reasoning else found
 
     def _whole(self, text: Piece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text.text, "refusal": None}
@@ -223,7 +207,7 @@ class ChatAnswer(_Answer):
             message |= {"content": text.text.strip() or None, "tool_calls": [call.content() for call in text.calls]}
         elif text.thought:
             message["content"] = text.text or None
-        if self._style.reasoning:
+        if self._reasoning:
             message["reasoning_content"] = text.thought or None
         return {"message": message}
 
@@ -232,8 +216,8 @@ class ChatAnswer(_Answer):
         if piece.text:
             delta["content"] = piece.text
         if piece.calls:
-            first = self._calls.get(piece.place, 0)
-            self._calls[piece.place] = first + len(piece.calls)
+            first = self._counts.get(piece.place, 0)
+            self._counts[piece.place] = first + len(piece.calls)
             delta["tool_calls"] = [{"index": place} | call.content() for place, call in enumerate(piece.calls, first)]
         return {"delta": delta}
 

@@ -5,20 +5,20 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import aclosing
 from functools import partial
-from typing import Any
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from heavypath.speculative.http.answers import AnyAnswer, ChatAnswer, CompletionAnswer, Piece, Style, joined
+from heavypath.speculative.http.answers import AnyAnswer, ChatAnswer, CompletionAnswer, Piece, joined
 from heavypath.speculative.http.errors import Answer, answer_errors
-from heavypath.speculative.http.exchange import Asked, Exchange, Served, until_gone
+from heavypath.speculative.http.exchange import Exchange, until_gone
 from heavypath.speculative.http.guard import Guard, client_of
 from heavypath.speculative.http.logprobs import Spelling
 from heavypath.speculative.http.reading import Reading, check_model
 from heavypath.speculative.http.requests import ChatRequest, CompletionRequest, Sampling
+from heavypath.speculative.http.served import Served
 from heavypath.speculative.http.writing import EventStream, Writing
 
 
@@ -50,6 +50,7 @@ def create_app(
     started = int(time.time())
     reading = Reading(served)
     writing = Writing()
+    spelling = Spelling(served.tokenizer)
 
     @app.get("/health")
     async def health() -> Answer:
@@ -58,22 +59,6 @@ def create_app(
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(served.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    spelling = Spelling(served.tokenizer)
-
-    def style_of(asked: Asked[Any]) -> Style:
-        body: Sampling = asked.body
-        wanted = body.streamed
-        return Style(
-            served.name,
-            fingerprint,
-            spelling,
-            scores=body.likeliest is not None,
-            usage=wanted.include_usage,
-            continuous=wanted.continuous_usage_stats and wanted.include_usage,
-            measured=served.measured,
-            reasoning=asked.form is not None and asked.form.has_reasoning,
-        )
 
     model = {"id": served.name, "object": "model", "created": started, "owned_by": "heavypath"}
 
@@ -90,38 +75,43 @@ def create_app(
     async def completions(request: Request) -> Response:
         asked = await reading.read(request, CompletionRequest)
         exchange = Exchange(served, asked, client_of(request.scope))
-        return await _answered(exchange, asked.body, request, CompletionAnswer(style_of(asked)), writing)
+        answer = CompletionAnswer(served, asked.body, spelling, fingerprint)
+        return await _answered(exchange, request, answer, writing)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         asked = await reading.read(request, ChatRequest)
         exchange = Exchange(served, asked, client_of(request.scope))
-        return await _answered(exchange, asked.body, request, ChatAnswer(style_of(asked)), writing)
+        answer = ChatAnswer(served, asked.body, spelling, fingerprint, reasoning=exchange.has_reasoning)
+        return await _answered(exchange, request, answer, writing)
 
     _describe(app, {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest})
     return app
 
 
-async def _answered(
-    exchange: Exchange, body: Sampling, request: Request, answer: AnyAnswer, writing: Writing
-) -> Response:
+async def _answered(exchange: Exchange, request: Request, answer: AnyAnswer, writing: Writing) -> Response:
     """The response to a request: an event stream if the body wants one, otherwise one object.
 
     If more texts were decoded than requested (best_of), it has those of the highest mean log-probability.
     """
+    body = exchange.request
     if body.stream:
-        return EventStream(exchange, answer, writing, has_numbers=body.streamed.include_usage)
+        return EventStream(exchange, answer, writing)
     texts: list[list[Piece]] = [[] for _ in range(len(exchange))]
     async with until_gone(request.receive, exchange), aclosing(exchange.pieces()) as pieces:
         async for piece in pieces:
             texts[piece.place].append(piece)
     found = [joined(text) for text in texts]
     if body.texts > body.n:
-        ranked = [found[first : first + body.texts] for first in range(0, len(found), body.texts)]
-        best = [sorted(each, key=lambda text: -exchange.mean_logprob(text.place))[: body.n] for each in ranked]
-        found = [text for each in best for text in each]
+        best = []
+        for first in range(0, len(found), body.texts):
+            of_prompt = found[first : first + body.texts]
+            of_prompt.sort(key=lambda text: -exchange.mean_logprob(text.place))
+            best += of_prompt[: body.n]
+        found = best
     whole = partial(answer.whole, found, exchange.counted, exchange.acceptance)
-    content = await writing.written(whole, sum(len(each.scored) + len(each.scored_thought) for each in found))
+    places = sum(len(each.scored) + len(each.scored_thought) for each in found)
+    content = await writing.written(whole, places)
     return Response(content, media_type=Answer.media_type)
 
 

@@ -4,26 +4,24 @@ import asyncio
 import math
 import time
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from starlette.types import Receive
-from transformers import PreTrainedTokenizerBase
 
 from heavypath.speculative.decoding.sequences import MAX_SEQUENCES
-from heavypath.speculative.http.answer_forms import AUTO, AnswerForm
+from heavypath.speculative.http.answer_forms import AnswerForm
 from heavypath.speculative.http.answer_texts import AnswerParts, AnswerReader
 from heavypath.speculative.http.answers import Counted, Piece, Reason
 from heavypath.speculative.http.errors import Refusal, failed
-from heavypath.speculative.http.limits import Limits
-from heavypath.speculative.http.metrics import Metrics, Watch
+from heavypath.speculative.http.metrics import Watch
 from heavypath.speculative.http.prompts import Prompt
 from heavypath.speculative.http.requests import ChatRequest, CompletionRequest, Sampling
+from heavypath.speculative.http.served import Limits, Served
 from heavypath.speculative.http.text import StoppedText
-from heavypath.speculative.http.tool_calls import ToolFormat
 from heavypath.speculative.processors.grammar import Grammar
 from heavypath.speculative.processors.penalties import TextPenalties, TokenBias
 from heavypath.speculative.serving import Closed, Completion, ModelChanged, QueueFull, Service
@@ -31,33 +29,6 @@ from heavypath.speculative.serving.acceptance import Acceptance
 
 APART = 48_271_337  # distance between the seeds of a request's choices; odd, so that no two are the same
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
-
-
-@dataclass(frozen=True)
-class Served:
-    """The model that a server serves, and the server's settings.
-
-    service:     decodes the requests
-    name:        the model's name in requests
-    temperature: of requests that have none
-    eos_token_ids: tokens that end a text
-    limits:      limits of a request
-    metrics:     counts requests and measures their times
-    tool_format: how the model writes tool calls; None to derive it from the chat template
-    reasoning:   how thinking is marked: "auto", "none" or the name of a format
-    measured:    whether answers report the acceptance of draft tokens
-    """
-
-    service: Service
-    tokenizer: PreTrainedTokenizerBase
-    name: str
-    temperature: float
-    eos_token_ids: Sequence[int]
-    limits: Limits
-    metrics: Metrics
-    tool_format: ToolFormat | None = None
-    reasoning: str = AUTO
-    measured: bool = False
 
 
 class Asked(NamedTuple, Generic[Body]):
@@ -122,6 +93,8 @@ class Exchange:
     asked:  the request
     client: who sent the request; the queue is shared fairly among clients
 
+    request: the fields of the request
+
     Raises Refusal if the request needs something that is not allowed, the queue is full, or the service is closed. All
     choices are cancelled then.
     """
@@ -130,7 +103,7 @@ class Exchange:
         request: Sampling = asked.body
         self._served = served
         self._gone = False
-        self._request = request
+        self.request = request
         self._form = asked.form
         _check_stops(request, served.limits)
         self._reads_only = request.new_tokens == 0  # the service decodes at least one token, which is then dropped
@@ -163,8 +136,13 @@ class Exchange:
             sum(text.prompt_tokens for text in self._texts),
             sum(text.stopped.tokens for text in self._texts),
             sum(text.completion.reused_tokens for text in self._texts if text.prompt_tokens),
-            sum(text.thinking_tokens for text in self._texts) if self._form and self._form.has_reasoning else None,
+            sum(text.thinking_tokens for text in self._texts) if self.has_reasoning else None,
         )
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether thinking is separated from the content."""
+        return self._form is not None and self._form.has_reasoning
 
     @property
     def acceptance(self) -> Acceptance | None:
@@ -226,7 +204,7 @@ class Exchange:
             raise Refusal(400, " ".join(str(error).split())) from error
         tokenizer = self._served.tokenizer
         form = self._form
-        request = self._request
+        request = self.request
         silent = self._silent
         special = not request.skip_special_tokens
         if not special and form is not None and form.silent is not None:
@@ -246,7 +224,7 @@ class Exchange:
 
     async def _read(self, text: _ChoiceText, put: Callable[[Piece | Refusal], Awaitable[None]]) -> None:
         piece = partial(Piece, text.index)
-        scores = self._request.likeliest is not None
+        scores = self.request.likeliest is not None
         try:
             if text.prompt.echo and not scores:
                 await put(piece(text.prompt.echo))

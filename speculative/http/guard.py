@@ -8,8 +8,8 @@ from collections.abc import Collection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from heavypath.speculative.http.errors import Refusal
-from heavypath.speculative.http.limits import Limits
 from heavypath.speculative.http.metrics import Metrics
+from heavypath.speculative.http.served import Limits
 
 OPEN = "/health"  # needs no key, because monitoring has none
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", OPEN, "/metrics")  # others are counted together

@@ -7,8 +7,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from heavypath.speculative.http.errors import Refusal
-from heavypath.speculative.http.limits import Limits
 from heavypath.speculative.http.requests import ChatRequest, CompletionRequest
+from heavypath.speculative.http.served import Limits
 
 # Arguments of apply_chat_template, which requests must not set; and exceptions that a template's code may raise.
 _NO_VARIABLES = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}

@@ -10,12 +10,13 @@ from fastapi import Request
 from pydantic import ValidationError
 from starlette.types import Receive
 
-from heavypath.speculative.http.answer_forms import AUTO, AnswerForm, answer_form
+from heavypath.speculative.http.answer_forms import answer_form
 from heavypath.speculative.http.errors import Refusal, of_fields
-from heavypath.speculative.http.exchange import Asked, Body, Served, gone, overdue
+from heavypath.speculative.http.exchange import Asked, Body, gone, overdue
 from heavypath.speculative.http.grammar import Grammars, GrammarSource, source_of
 from heavypath.speculative.http.prompts import PromptTokens
 from heavypath.speculative.http.requests import ChatRequest
+from heavypath.speculative.http.served import AUTO, Served
 from heavypath.speculative.http.template_answers import check_response_template
 from heavypath.speculative.http.tool_calls import Calls, format_of
 
@@ -64,16 +65,14 @@ class Reading:
                 raise of_fields(error) from None
             check_model(self._served, body.model)
             prompts = self._prompts.of(body)
-            form = self._form(body) if isinstance(body, ChatRequest) else None
+            form = None
+            if isinstance(body, ChatRequest):
+                served = self._served
+                form = answer_form(body, served.tokenizer, served.reasoning, self._calls(body), self._template)
             return Asked(body, prompts, form=form), source_of(body, None if form is None else form.calls)
 
         asked, source = await asyncio.get_running_loop().run_in_executor(self._thread, blocking)
         return asked if source is None else asked._replace(grammar=await self._grammars.of(source))
-
-    def _form(self, request: ChatRequest) -> AnswerForm | None:
-        """How answers are split into parts; None for texts as they are. Raises Refusal if tools are not supported."""
-        served = self._served
-        return answer_form(request, served.tokenizer, served.reasoning, self._calls(request), self._template)
 
     def _calls(self, request: ChatRequest) -> Calls | None:
         """How tool calls in the answers are read; None without tools. Raises Refusal if the model supports no tools."""

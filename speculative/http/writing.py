@@ -73,18 +73,13 @@ class EventStream(Response):
     JSON contains no line breaks, and in ASCII no other character that a client could take for one.
     """
 
-    def __init__(self, exchange: Exchange, answer: AnyAnswer, writing: Writing, *, has_numbers: bool):
-        """Make the response of an exchange.
-
-        answer: makes the objects of the events; writing: writes them
-        has_numbers: whether an event with token counts comes before [DONE]
-        """
+    def __init__(self, exchange: Exchange, answer: AnyAnswer, writing: Writing):
+        """Make the response of an exchange. answer: makes the objects of the events; writing: writes them."""
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._exchange = exchange
         self._answer = answer
         self._writing = writing
-        self._has_numbers = has_numbers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send each event as soon as it is made, and cancel the choices if the client disconnects."""
@@ -111,6 +106,6 @@ class EventStream(Response):
         except Refusal as refusal:
             yield compact(refusal.content())
             return
-        if self._has_numbers:
+        if answer.streamed.include_usage:
             yield compact(answer.last(exchange.counted, exchange.acceptance))
         yield "[DONE]"

@@ -9,9 +9,9 @@ from processed_texts import references
 
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.http.errors import Refusal
-from heavypath.speculative.http.limits import Limits
 from heavypath.speculative.http.prompts import PromptTokens
 from heavypath.speculative.http.requests import ChatRequest
+from heavypath.speculative.http.served import Limits
 
 BODY = {"model": NAME, "prompt": "def", "max_tokens": 2, "temperature": 0}
 CHAT = "chat/completions"

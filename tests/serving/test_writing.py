@@ -3,21 +3,26 @@
 import asyncio
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 
-from heavypath.speculative.http.answers import ChatAnswer, CompletionAnswer, Counted, Piece, Style
+from heavypath.speculative.http.answers import ChatAnswer, CompletionAnswer, Counted, Piece
 from heavypath.speculative.http.errors import compact
 from heavypath.speculative.http.logprobs import Spelling
+from heavypath.speculative.http.requests import ChatRequest, CompletionRequest
 from heavypath.speculative.http.writing import FEW, Writing, in_pieces
 from heavypath.speculative.serving.logprobs import TokenLogprob
 
-KINDS = {"chat": ChatAnswer, "text": CompletionAnswer}
+CHAT = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "logprobs": True})
+TEXT = CompletionRequest.model_validate({"prompt": "x", "logprobs": 0})
+KINDS = {"chat": (ChatAnswer, CHAT), "text": (CompletionAnswer, TEXT)}
 
 
 @pytest.fixture(params=KINDS)
 def answer(request, tokenizer):
-    return KINDS[request.param](Style("name", "fingerprint", Spelling(tokenizer), scores=True))
+    kind, body = KINDS[request.param]
+    return kind(SimpleNamespace(name="name", measured=False), body, Spelling(tokenizer), "fingerprint")
 
 
 def text_of(places, index=0):

@@ -18,9 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer
 
 from heavypath.speculative.http.app import create_app
-from heavypath.speculative.http.exchange import Served
-from heavypath.speculative.http.limits import Limits
 from heavypath.speculative.http.metrics import Metrics
+from heavypath.speculative.http.served import Limits, Served
 from heavypath.speculative.http.server import Server, bound_socket
 
 NAME = "shipped"

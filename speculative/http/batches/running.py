@@ -62,23 +62,18 @@ class Application:
 
         Raises ConnectionError if the service has ended, or the models changed ten times.
         """
-        for _ in range(MOST_CHANGES):
-            answer = await self._answer_of_one_model(line)
-            if answer is not None:
-                return answer
-        raise ConnectionError(f"the models changed while a line was answered, {MOST_CHANGES} times")
-
-    async def _answer_of_one_model(self, line: Line) -> LineAnswer | None:
-        """The answer to a line, which is sent again while the queue is full; None if the target changed meanwhile."""
-        while True:
+        changes = 0
+        while changes < MOST_CHANGES:
             status, body = await self._ask(line)
-            if status == 503:
-                if json.loads(body)["error"]["code"] == "model_changed":
-                    return None
-                raise ConnectionError(f"the service has ended: {body.decode()}")
-            if status != 429:
+            if status == 429:
+                await asyncio.sleep(PAUSE)
+            elif status != 503:
                 return LineAnswer(status, json.loads(body))
-            await asyncio.sleep(PAUSE)
+            elif json.loads(body)["error"]["code"] == "model_changed":
+                changes += 1
+            else:
+                raise ConnectionError(f"the service has ended: {body.decode()}")
+        raise ConnectionError(f"the models changed while a line was answered, {MOST_CHANGES} times")
 
     async def _ask(self, line: Line) -> tuple[int, bytes]:
         messages: list[Message] = [{"type": "http.request", "body": line.body, "more_body": False}]

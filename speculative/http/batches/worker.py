@@ -1,6 +1,5 @@
 """`Worker`: the models, a service and the server's application in one process, to answer lines."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from heavypath.speculative.decoder import SpeculativeDecoder
@@ -8,17 +7,16 @@ from heavypath.speculative.http.app import create_app, fingerprint_of
 from heavypath.speculative.http.batches.lines import Line
 from heavypath.speculative.http.batches.output import LineAnswer
 from heavypath.speculative.http.batches.running import Application
-from heavypath.speculative.http.exchange import Served
-from heavypath.speculative.http.limits import Limits
 from heavypath.speculative.http.metrics import Metrics
+from heavypath.speculative.http.served import Limits, Served
 from heavypath.speculative.loading import Pair
 from heavypath.speculative.profile import Profile
 
 
-@dataclass(frozen=True)
-class WorkerOptions:
-    """Options of a `Worker`: of its decoder, its service, and its answers.
+class Worker:
+    """Answers the lines of batch files with a decoder, its service and the server's application in this process.
 
+    pair:       target, draft and tokenizer
     name:       the model's name in answers
     temperature: of lines that have none
     tree_size, verifier: options of the decoder; None for its defaults
@@ -28,54 +26,44 @@ class WorkerOptions:
     at_once:    how many lines are in progress at a time
     template:   the chat template; None for the tokenizer's
     seed:       seed of the service
-    """
 
-    name: str
-    temperature: float = 1.0
-    method: str = "ersd"
-    tree_size: int | None = None
-    profile: Path | None = None
-    verifier: str | None = None
-    slots: int = 8
-    max_tokens: int = 2048
-    at_once: int = 32
-    template: str | None = None
-    seed: int = 0
-
-
-class Worker:
-    """Answers the lines of batch files with a decoder, its service and the server's application in this process.
-
-    pair: target, draft and tokenizer
     service: the open service; app: the ASGI application that uses it
     """
 
-    def __init__(self, pair: Pair, options: WorkerOptions):
-        if options.template is not None:
-            pair.tokenizer.chat_template = options.template
-        measured = None if options.profile is None else Profile.load(options.profile)
+    def __init__(
+        self,
+        pair: Pair,
+        name: str,
+        temperature: float = 1.0,
+        *,
+        method: str = "ersd",
+        tree_size: int | None = None,
+        profile: Path | None = None,
+        verifier: str | None = None,
+        slots: int = 8,
+        max_tokens: int = 2048,
+        at_once: int = 32,
+        template: str | None = None,
+        seed: int = 0,
+    ):
+        if template is not None:
+            pair.tokenizer.chat_template = template
+        measured = None if profile is None else Profile.load(profile)
         decoder = SpeculativeDecoder(
-            pair.target,
-            pair.draft,
-            options.method,
-            tree_size=options.tree_size,
-            profile=measured,
-            verifier=options.verifier,
+            pair.target, pair.draft, method, tree_size=tree_size, profile=measured, verifier=verifier
         )
-        choices = 16 * options.slots
-        self.service = decoder.serve(
-            slots=options.slots, max_tokens=options.max_tokens, queue=choices + options.at_once, seed=options.seed
-        )
+        choices = 16 * slots
+        self.service = decoder.serve(slots=slots, max_tokens=max_tokens, queue=choices + at_once, seed=seed)
         served = Served(
             service=self.service,
             tokenizer=pair.tokenizer,
-            name=options.name,
-            temperature=options.temperature,
+            name=name,
+            temperature=temperature,
             eos_token_ids=pair.eos_token_ids,
             limits=Limits(self.service.limits.max_tokens, choices=choices, body_bytes=1 << 26, seconds=None),
             metrics=Metrics(self.service),
         )
-        self.app = create_app(served, fingerprint_of(options.method, options.seed))
+        self.app = create_app(served, fingerprint_of(method, seed))
         self._application = Application(self.app)
 
     async def answer(self, line: Line) -> LineAnswer:

@@ -15,7 +15,6 @@ from heavypath.speculative.cli.serve import check_can_serve, default_temperature
 
 if TYPE_CHECKING:
     from heavypath.speculative.http.batches.output import Output
-    from heavypath.speculative.http.batches.worker import Worker
 
 AHEAD = 4  # lines in progress for each slot: answers are written in order, so they wait for each other
 
@@ -66,7 +65,8 @@ def batch(
         from heavypath.speculative.cli.support import choose, load
         from heavypath.speculative.http.batches.lines import count_lines, read_lines
         from heavypath.speculative.http.batches.output import Output, errors_beside
-        from heavypath.speculative.http.batches.worker import Worker, WorkerOptions
+        from heavypath.speculative.http.batches.running import answer_all
+        from heavypath.speculative.http.batches.worker import Worker
         from heavypath.speculative.profile import Profile
 
     if profile is not None:
@@ -91,7 +91,10 @@ def batch(
 
         def worker() -> Worker:
             pair = load(target, draft, dtype, device=device, threads=threads, offline=offline)
-            settings = WorkerOptions(
+            return Worker(
+                pair,
+                name_of(target),
+                default_temperature(pair),
                 method=method,
                 tree_size=tree_size,
                 profile=profile,
@@ -99,17 +102,18 @@ def batch(
                 slots=slots,
                 max_tokens=max_tokens,
                 at_once=AHEAD * slots,
-                name=name_of(target),
-                temperature=default_temperature(pair),
                 template=own_template,
                 seed=seed,
             )
-            return Worker(pair, settings)
 
         lines = read_lines(file, output.done, defaults, depends_on)
         with _bar(count, output.done) as advance:
             if ray is None:
-                _on_this_machine(worker, lines, output, AHEAD * slots, advance)
+                own = worker()
+                try:
+                    asyncio.run(answer_all(lines, output, own.answer, AHEAD * slots, advance))
+                finally:
+                    own.close()
             else:
                 from heavypath.speculative.http.batches.cluster import on_cluster
 
@@ -117,18 +121,6 @@ def batch(
     finally:
         output.close()
     _say(output, count)
-
-
-def _on_this_machine(
-    make: "Callable[[], Worker]", lines: Iterator[Any], output: "Output", at_once: int, advance: Callable[[], object]
-) -> None:
-    from heavypath.speculative.http.batches.running import answer_all
-
-    worker = make()
-    try:
-        asyncio.run(answer_all(lines, output, worker.answer, at_once, advance))
-    finally:
-        worker.close()
 
 
 def _say(output: "Output", count: int) -> None:

@@ -1,1 +1,0 @@
-"""`heavypath batch`: answer files of requests."""
