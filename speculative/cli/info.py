@@ -5,6 +5,7 @@ PyTorch takes seconds to import. So it is imported only if there may be a GPU, o
 
 import importlib.metadata
 import logging
+import logging.handlers
 import os
 import platform
 import re
@@ -94,10 +95,7 @@ def _installed() -> dict[str, Any]:
     kernels = COMPILED if is_kept() else COMPILES
     if compiler_path() is None or os.environ.get(SWITCH) == "0":
         kernels = SLOW
-    return {
-        "heavypath": importlib.metadata.version("heavypath"),
-        "python": platform.python_version(),
-        **{name: _version_of(name) for name in ("torch", "triton", "transformers")},
+    return _versions() | {
         "device": "cpu",
         "threads": default_threads(),
         "cpu_kernels": kernels,
@@ -142,15 +140,9 @@ def installation(device: "torch.device | None" = None) -> dict:
     device: default a GPU if there is one
     """
     import torch
-    import transformers
 
     on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
-    return {
-        "heavypath": importlib.metadata.version("heavypath"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": _version_of("triton"),
-        "transformers": transformers.__version__,
+    return _versions() | {
         "device": f"cuda ({torch.cuda.get_device_name(device)})" if on_gpu else "cpu",
         "threads": torch.get_num_threads(),
         "kernels": {name: "Triton" if on_gpu else _on_cpu(name) for name in KERNELS},
@@ -158,7 +150,6 @@ def installation(device: "torch.device | None" = None) -> dict:
 
 
 def _on_cpu(kernel: str) -> str:
-    """Return the implementation of a kernel's function for CPU tensors."""
     return "C++" if kernel in IN_C and library() is not None else "reference"
 
 
@@ -185,12 +176,14 @@ def machine(load: Load) -> dict[str, Any]:
     }
 
 
-def _version_of(package: str) -> str:
-    """Return the version of a package, or "missing"."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
+def _versions() -> dict[str, Any]:
+    versions = {"heavypath": importlib.metadata.version("heavypath"), "python": platform.python_version()}
+    for package in ("torch", "triton", "transformers"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "missing"
+    return versions
 
 
 def advice_of(facts: Mapping[str, Any], load: Load) -> list[str]:
@@ -232,22 +225,10 @@ def advice_of(facts: Mapping[str, Any], load: Load) -> list[str]:
     return advice
 
 
-class _Kept(logging.Handler):
-    """A log handler that keeps the lines that are logged, to be shown later."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep the line of a record."""
-        self.lines.append(record.getMessage())
-
-
 def _native() -> tuple[str, str | None]:
     """Return which CPU kernels run, in words, and why they are not compiled; None if they are, or if it is unknown."""
     logger = logging.getLogger("heavypath.kernels.native.library")
-    kept = _Kept()
+    kept = logging.handlers.BufferingHandler(capacity=1000)  # of records
     level = logger.level
     propagates = logger.propagate
     logger.addHandler(kept)
@@ -260,11 +241,10 @@ def _native() -> tuple[str, str | None]:
         logger.removeHandler(kept)
         logger.setLevel(level)
         logger.propagate = propagates
-    return SLOW, "; ".join(kept.lines) or None
+    return SLOW, "; ".join(record.getMessage() for record in kept.buffer) or None
 
 
 def _compiler() -> str:
-    """Return the path and version of the C++ compiler."""
     path = compiler_path()
     if path is None:
         return "none"
@@ -276,7 +256,6 @@ def _compiler() -> str:
 
 
 def _cache() -> str:
-    """Return the folder of compiled kernels."""
     try:
         return str(cache_folder())
     except RuntimeError as error:
@@ -284,7 +263,6 @@ def _cache() -> str:
 
 
 def _processor() -> str:
-    """Return the processor's name."""
     try:
         named = re.search(r"^model name\s*: (.+)$", PROCESSOR.read_text(encoding="utf-8"), re.M)
     except OSError:
@@ -301,7 +279,6 @@ def _openmp() -> str:
 
 
 def _driver() -> str | None:
-    """Return the version of the NVIDIA driver; None if there is none."""
     if not DRIVER.exists():
         return None
     found = re.search(r"Module\s+(?:for \S+\s+)?(\d[\d.]*)", DRIVER.read_text(encoding="utf-8"))

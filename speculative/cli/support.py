@@ -117,7 +117,7 @@ def choose(
 
     Raises ValueError or FileNotFoundError, before any model is loaded, for an unsuitable verifier or models.
     """
-    recalls = lacks_draft(target, draft, method)
+    recalls = target is not None and draft is None and method != "autoregressive"  # plain decoding needs no draft
     if recalls:
         default = WITHOUT_DRAFT
         draft = "recall"
@@ -127,11 +127,6 @@ def choose(
     if recalls:
         say_recall(f", method {method}")
     return method, draft
-
-
-def lacks_draft(target: str | None, draft: str | None, method: str | None) -> bool:
-    """Whether a command needs a draft for a target of the user, and none was given; plain decoding needs none."""
-    return target is not None and draft is None and method != "autoregressive"
 
 
 def say_recall(how: str = "") -> None:

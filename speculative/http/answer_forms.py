@@ -8,12 +8,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from heavypath.speculative.http.answer_texts import AnswerReader, MarkedAnswer
+from heavypath.speculative.http.answer_texts import MarkedAnswer
 from heavypath.speculative.http.reasoning import REASONING, ReasoningFormat, ReasoningReader, reasoning_of, state_after
 from heavypath.speculative.http.requests import ChatRequest
 from heavypath.speculative.http.served import AUTO
 from heavypath.speculative.http.template_answers import TemplateAnswer, closes_of
 from heavypath.speculative.http.tool_calls import CallReader, Calls
+
+AnswerReader = MarkedAnswer | TemplateAnswer  # of an answer that arrives piece by piece
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Split a chat answer, while it arrives, into thinking, content and tool calls."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from heavypath.speculative.http.reasoning import ReasoningReader
 from heavypath.speculative.http.tool_calls import Call, CallReader
@@ -14,30 +14,8 @@ class AnswerParts(NamedTuple):
     calls: tuple[Call, ...] = ()
 
 
-class AnswerReader(Protocol):
-    """Splits a generated text that arrives piece by piece into thinking, content and tool calls."""
-
-    @property
-    def begin(self) -> int | None:
-        """The index in the text of the first character of the content; None before there is content."""
-        ...
-
-    @property
-    def is_thinking(self) -> bool:
-        """Whether the end of the text so far belongs to thinking."""
-        ...
-
-    def add(self, text: str) -> AnswerParts:
-        """Add the next piece of text. Returns what is certain now; what may begin a marker is held back."""
-        ...
-
-    def end(self, *, stopped: bool) -> AnswerParts:
-        """Return what was held back, after the last piece. stopped: whether the model ended the text itself."""
-        ...
-
-
 class MarkedAnswer:
-    """Reads an answer whose thinking and tool calls are enclosed in markers; an `AnswerReader`.
+    """Reads an answer whose thinking and tool calls are enclosed in markers.
 
     A call within thinking is not a call, with one exception: if the model ends its text while thinking, calls at the
     end of the thinking count.
@@ -74,7 +52,7 @@ class MarkedAnswer:
         """Return what was held back, after the last piece. stopped: whether the model ended the text itself."""
         thought, said = self._reasoning.end()
         thought = self._thought(thought)
-        said = self._calls.add(said) + self._calls.end()[0]
+        said = self._calls.add(said) + self._calls.end()
         if self.is_thinking and stopped:
             self._thinking_calls.end()
             if calls := self._thinking_calls.new_calls():

@@ -13,8 +13,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from starlette.types import Receive
 
 from heavypath.speculative.decoding.sequences import MAX_SEQUENCES
-from heavypath.speculative.http.answer_forms import AnswerForm
-from heavypath.speculative.http.answer_texts import AnswerParts, AnswerReader
+from heavypath.speculative.http.answer_forms import AnswerForm, AnswerReader
+from heavypath.speculative.http.answer_texts import AnswerParts
 from heavypath.speculative.http.answers import Counted, Piece, Reason
 from heavypath.speculative.http.errors import Refusal, failed
 from heavypath.speculative.http.metrics import Watch

@@ -36,12 +36,14 @@ def check_response_template(template: Any) -> None:
 class TemplateAnswer:
     """Reads an answer by a response template, which says how thinking, content and calls begin and end.
 
-    An `AnswerReader`. If what was read as a call is none, its first character is content, and reading goes on after it.
+    If what was read as a call is none, its first character is content, and reading goes on after it.
 
     template: the tokenizer's `response_template`
     prompt:   the text before the answer, which may have opened thinking
     tools:    in the format of chat templates; None if calls are ordinary text
     parallel: whether an answer may have several calls; otherwise only the first is kept
+
+    begin: the index in the text of the first character of the content; None before there is content
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class TemplateAnswer:
         self._form = load_response_template({**template, "fields": fields})
         self._tools: list[Any] = [*(tools or ())]
         self._parallel = parallel
-        self._begin: int | None = None
+        self.begin: int | None = None
         self._field: str | None = None  # the region that is open
         self._base = 0  # characters before the text of this parser
         self._has_thought = self._is_plain = False
@@ -76,11 +78,6 @@ class TemplateAnswer:
                 self._field = None
 
     @property
-    def begin(self) -> int | None:
-        """The index in the text of the first character of the content; None before there is content."""
-        return self._begin
-
-    @property
     def is_thinking(self) -> bool:
         """Whether the end of the text so far belongs to thinking."""
         return self._field in REASONING_FIELDS
@@ -99,8 +96,8 @@ class TemplateAnswer:
                 break
             except _UNREADABLE:
                 self._feed(self._go_on())
-        if self._begin is None and not self.is_thinking and not self._has_thought:
-            self._begin = 0
+        if self.begin is None and not self.is_thinking and not self._has_thought:
+            self.begin = 0
         return self._parts()
 
     def _start(self, text: str) -> None:
@@ -166,8 +163,8 @@ class TemplateAnswer:
         text = "".join(self._fed)
         found = self._form.fields[CALLS].open_re.search(text, self._safe)
         place = len(text) if found is None else found.start()
-        if self._begin is None:
-            self._begin = self._base + place if self._has_thought else 0
+        if self.begin is None:
+            self.begin = self._base + place if self._has_thought else 0
         return place
 
     def _think(self, text: str) -> None:
@@ -179,11 +176,11 @@ class TemplateAnswer:
         self._has_thought |= bool(thought)
 
     def _say(self, text: str, place: int) -> None:
-        if self._begin is None:
+        if self.begin is None:
             said = text.lstrip() if self._has_thought else text
             if not said:
                 return
-            self._begin = place + len(text) - len(said) if self._has_thought else 0
+            self.begin = place + len(text) - len(said) if self._has_thought else 0
             text = said
         self._said += text
 

@@ -50,21 +50,21 @@ def _disjoint(generator: torch.Generator, rows: int, vocab_size: int) -> tuple[T
     return _keep(target, order[:, : vocab_size // 2]), _keep(draft, order[:, vocab_size // 2 :])
 
 
-def _filtered_target(generator: torch.Generator, rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """P without its two least likely tokens, as after top-k; Q has mass there."""
-    target, draft = _independent(generator, rows, vocab_size)
-    return _keep(target, _likeliest(target, max(1, vocab_size - 2))), draft
+def _filtered(target_tokens: int, draft_tokens: int) -> Kind:
+    """A kind that keeps this number of the likeliest tokens, as after top-k; negative: that many fewer than V; 0: all.
 
+    So the other distribution has mass where this one has none.
+    """
 
-def _filtered_draft(generator: torch.Generator, rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    target, draft = _independent(generator, rows, vocab_size)
-    return target, _keep(draft, _likeliest(draft, max(1, vocab_size - 2)))
+    def kept(rows: Tensor, count: int) -> Tensor:
+        most = count if count > 0 else max(1, rows.shape[1] + count)
+        return _keep(rows, _likeliest(rows, most)) if count else rows
 
+    def kind(generator: torch.Generator, rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+        target, draft = _independent(generator, rows, vocab_size)
+        return kept(target, target_tokens), kept(draft, draft_tokens)
 
-def _both_filtered(generator: torch.Generator, rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    target, draft = _independent(generator, rows, vocab_size)
-    most = max(1, vocab_size - 1)
-    return _keep(target, _likeliest(target, most)), _keep(draft, _likeliest(draft, most))
+    return kind
 
 
 def _ties(generator: torch.Generator, rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -73,16 +73,6 @@ def _ties(generator: torch.Generator, rows: int, vocab_size: int) -> tuple[Tenso
     often = _likeliest(_random(generator, rows, vocab_size), 1)
     draft = torch.ones_like(target).scatter(-1, often, 2.0)
     return target, draft / draft.sum(-1, keepdim=True)
-
-
-def _one_hot_target(generator: torch.Generator, rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    target, draft = _independent(generator, rows, vocab_size)
-    return _keep(target, _likeliest(target, 1)), draft
-
-
-def _one_hot_draft(generator: torch.Generator, rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    target, draft = _independent(generator, rows, vocab_size)
-    return target, _keep(draft, _likeliest(draft, 1))
 
 
 def _cold(generator: torch.Generator, rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -96,12 +86,12 @@ VERIFICATION_CASES: Mapping[str, Kind] = MappingProxyType(
         "near equal": _near_equal,
         "equal": _equal,
         "disjoint supports": _disjoint,
-        "filtered target": _filtered_target,
-        "filtered draft": _filtered_draft,
-        "both filtered": _both_filtered,
+        "filtered target": _filtered(-2, 0),
+        "filtered draft": _filtered(0, -2),
+        "both filtered": _filtered(-1, -1),
         "ties": _ties,
-        "one-hot target": _one_hot_target,
-        "one-hot draft": _one_hot_draft,
+        "one-hot target": _filtered(1, 0),
+        "one-hot draft": _filtered(0, 1),
         "cold": _cold,
     }
 )

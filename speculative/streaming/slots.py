@@ -176,7 +176,7 @@ class LayerSlots:
         """The numbers of layers to have in memory, the most urgent first; more than there are slots for."""
         yield from self._asked.values()
         yield from (self._streamed[(self._position + ahead) % len(self._streamed)] for ahead in range(len(self._order)))
-        yield from (index for index in self.resident)
+        yield from self.resident
 
     def _fill(self) -> None:
         """Queue reads of wanted layers into free slots."""

@@ -6,7 +6,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from heavypath.speculative.suite.estimates import Estimate
 from heavypath.speculative.suite.plots import COLOURS, bars, lines
 from heavypath.speculative.suite.results import SuiteResults, SuiteRow
 from heavypath.speculative.suite.table import notes_on
@@ -83,11 +82,7 @@ def _cells(row: SuiteRow) -> list[str]:
         str(row.tokens_per_second),
         str(row.over_plain),
         str(row.over_transformers),
-        _shown(row.over_assisted),
+        "" if row.over_assisted is None else str(row.over_assisted),
         " ".join(f"{share.mean:.2f}" for share in row.acceptance),
         row.text,
     ]
-
-
-def _shown(estimate: Estimate | None) -> str:
-    return "" if estimate is None else str(estimate)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from heavypath.speculative.http.bodies.messages import Tool
-from heavypath.speculative.http.tool_calls import FORMATS, CallReader, call_source, calls_in, format_of
+from heavypath.speculative.http.tool_calls import FORMATS, CallReader, call_source, format_of
 from heavypath.speculative.processors.grammar import Grammar
 
 A, B = {"name": "f", "arguments": {"x": [1, {"y": "}"}]}}, {"name": "g.h", "arguments": {}}
@@ -24,6 +24,18 @@ WRITTEN = [
 ]
 
 
+def ended(reader):
+    """What is left of a text at its end, and the calls that have not been told before."""
+    return reader.end(), reader.new_calls()
+
+
+def calls_in(text, form):
+    reader = CallReader(form)
+    said = reader.add(text)
+    rest, calls = ended(reader)
+    return said + rest, calls
+
+
 @pytest.mark.parametrize(("name", "text", "expected"), WRITTEN)
 def test_calls_are_read_from_whole_texts_and_from_pieces_of_any_size(name, text, expected):
     form = FORMATS[name]
@@ -33,7 +45,7 @@ def test_calls_are_read_from_whole_texts_and_from_pieces_of_any_size(name, text,
     for size in (1, 3, 1000):
         reader, whole = CallReader(form), before + text
         said = "".join(reader.add(whole[place : place + size]) for place in range(0, len(whole), size))
-        rest, calls = reader.end()
+        rest, calls = ended(reader)
         assert said + rest == before
         assert [(call.name, json.loads(call.arguments)) for call in calls] == expected
 
@@ -48,7 +60,7 @@ def test_calls_are_read_from_whole_texts_and_from_pieces_of_any_size(name, text,
 def test_what_is_no_call_is_said_as_it_stands(text):
     reader = CallReader(FORMATS["hermes"])
     said = reader.add(text)
-    rest, calls = reader.end()
+    rest, calls = ended(reader)
     assert (said + rest, calls) == (text, [])
 
 
@@ -58,7 +70,9 @@ def test_what_is_no_call_is_said_as_it_stands(text):
 ])  # fmt: skip
 def test_an_answer_in_json_is_no_call(text):
     reader = CallReader(FORMATS["llama3"], offered=frozenset("f"))
-    assert (reader.add(text) + reader.end()[0], reader.end()[1]) == (text, [])
+    said = reader.add(text)
+    rest, calls = ended(reader)
+    assert (said + rest, calls) == (text, [])
 
 
 @pytest.mark.parametrize(("after", "said"), [
@@ -161,7 +175,7 @@ def test_behind_a_marker_that_is_no_call_the_search_goes_on(name, text, said, na
     for size in (1, 2, 5, 1000):
         reader = CallReader(FORMATS[name], ("f", "g.h"))
         told = "".join(reader.add(text[place : place + size]) for place in range(0, len(text), size))
-        rest, calls = reader.end()
+        rest, calls = ended(reader)
         assert told + rest == said
         assert [each.name for each in calls] == [*names]
 
@@ -210,7 +224,7 @@ def test_values_between_tags_have_the_types_of_their_schema(name):
         text = f"{form.marker}{inner}{form.end}"
         reader = CallReader(form, ("f",), schemas={"f": PARAMETERS})
         assert reader.add(text) == ""
-        ((function, arguments),) = reader.end()[1]
+        ((function, arguments),) = ended(reader)[1]
         assert (function, json.loads(arguments)) == ("f", {key: expected}), (key, value)
 
 
@@ -261,4 +275,4 @@ def test_a_forced_call_between_tags_follows_its_schema(name, demo_pair):
             schemas = {each.function.name: each.function.parameters for each in tools}
             reader = CallReader(form, schemas, schemas=schemas)
             reader.add(text)
-            assert [each.name for each in reader.end()[1]] == [function]
+            assert [each.name for each in ended(reader)[1]] == [function]

@@ -11,6 +11,6 @@ forcing.py      a grammar that forces a call
 from heavypath.speculative.http.tool_calls.forcing import call_source
 from heavypath.speculative.http.tool_calls.formats import FORMATS, ToolFormat, format_of
 from heavypath.speculative.http.tool_calls.found import Call
-from heavypath.speculative.http.tool_calls.reader import CallReader, Calls, calls_in
+from heavypath.speculative.http.tool_calls.reader import CallReader, Calls
 
-__all__ = ["FORMATS", "Call", "CallReader", "Calls", "ToolFormat", "call_source", "calls_in", "format_of"]
+__all__ = ["FORMATS", "Call", "CallReader", "Calls", "ToolFormat", "call_source", "format_of"]

@@ -51,30 +51,22 @@ class CallReader:
         self._calls: list[Call] = []
         self._told = self.settled = 0
 
-    @property
-    def has_calls(self) -> bool:
-        """Whether a call has been found."""
-        return bool(self._calls)
-
     def add(self, text: str) -> str:
         """Add the next piece of text. Returns the new content; what may begin a call is held back."""
         waits = len(self._held) > _SHORT and not _MAY_END.search(text)
         self._held += text
         return "" if waits else self._read(final=False)
 
-    def end(self) -> tuple[str, list[Call]]:
-        """Return the content that was held back, after the last piece, and all calls of the text."""
-        said = self._read(final=True)
-        return said, self._all()
+    def end(self) -> str:
+        """Return the content that was held back, after the last piece."""
+        return self._read(final=True)
 
     def new_calls(self) -> list[Call]:
         """The calls found since the last call of this method."""
+        calls = self._calls if self._parallel else self._calls[:1]
         begin = self._told
-        self._told = len(self._all())
-        return self._all()[begin:]
-
-    def _all(self) -> list[Call]:
-        return self._calls if self._parallel else self._calls[:1]
+        self._told = len(calls)
+        return calls[begin:]
 
     def _read(self, *, final: bool) -> str:
         """Process the held text as far as it can be decided; returns content."""
@@ -157,18 +149,6 @@ class CallReader:
         self._held = self._held[place:]
         if not self._calls:
             self.settled += place
-
-
-def calls_in(text: str, form: ToolFormat, offered: Collection[str] | None = None) -> tuple[str, list[Call]]:
-    """Split a complete text into its content and its tool calls.
-
-    form:    how the model writes calls
-    offered: names of the tools; a call without a marker must be of one of them. None for any name
-    """
-    reader = CallReader(form, offered)
-    said = reader.add(text)
-    rest, calls = reader.end()
-    return said + rest, calls
 
 
 class Calls(NamedTuple):
