@@ -1,8 +1,6 @@
 """Continuous batching: `SpeculativeDecoder.serve` takes requests from threads or asyncio while others are decoded.
 
-completion.py   what the caller of `submit` gets: tokens as they arrive, the result, `cancel`
-process.py      detects that this process was forked from the one that decodes
-progress.py     the state of a request: written by the decoding thread, read by others
+completion.py   the state of a request, written by the decoding thread: tokens as they arrive, the result, `cancel`
 arrivals.py     checked requests, and the bounded queue in which they wait
 served_models.py, looks.py: the models, and whether they have changed; pauses.py: contexts in which they may change
 logprobs.py     log-probabilities of tokens; acceptance.py: counts of accepted tokens
@@ -12,8 +10,7 @@ service.py      the decoding thread; statistics.py: its counts; opening.py: `ser
 """
 
 from heavypath.speculative.serving.arrivals import Closed, ModelChanged, QueueFull
-from heavypath.speculative.serving.completion import Completion
-from heavypath.speculative.serving.progress import Completed
+from heavypath.speculative.serving.completion import Completed, Completion
 from heavypath.speculative.serving.service import Service
 from heavypath.speculative.serving.statistics import ServiceStatistics
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sequence_scores import settings_of
 from heavypath.speculative.decoding.request import Request
+from heavypath.speculative.serving.completion import Completed, Completion, Reason
 from heavypath.speculative.serving.logprobs import logprobs_of
 from heavypath.speculative.serving.prefixes import Tokens, tokens_of
-from heavypath.speculative.serving.progress import Completed, Progress, Reason
 
 # Greedy requests are drafted at this temperature. It is low enough that noise does not change the order of the
 # likeliest tokens, and high enough that the probabilities of other tokens do not underflow.
@@ -43,7 +43,7 @@ class Arrival:
     client, group: who submitted it, and which of the client's groups it belongs to; clients and groups take turns
     logprobs, prompt_logprobs: how many of the likeliest tokens to report at each position, in addition to the token
                                itself; None for no log-probabilities
-    progress:      what other threads read: tokens, log-probabilities, the end
+    completion:    what other threads read: tokens, log-probabilities, the end
     submitted, began, first: values of `clock` at submission, when its prompt's turn came, and at its first new tokens;
                              None before that
     tokens, steps: new tokens so far, and the number of steps that it took part in
@@ -60,7 +60,7 @@ class Arrival:
     group: Hashable = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    progress: Progress = field(default_factory=Progress)
+    completion: Completion = field(default_factory=Completion)
     submitted: float = field(init=False)
     began: float | None = None
     first: float | None = None
@@ -100,7 +100,7 @@ class Arrival:
 
     def interrupted(self) -> Reason | None:
         """Why the request has to end before its next step: "cancelled" or "deadline"; None if it may continue."""
-        if self.progress.is_cancelled:
+        if self.completion.is_cancelled:
             return "cancelled"
         if self.deadline is not None and self.clock() >= self.deadline:
             return "deadline"
@@ -127,25 +127,24 @@ class Arrival:
         if kept and self.first is None:
             self.first = self.clock()
         self.tokens += kept
-        self.progress.acceptance.add(len(kept), nodes)
-        if logits is None or self.logprobs is None or not kept:
-            self.progress.emit(kept)
-        else:
-            self.progress.emit(kept, logprobs_of(logits(len(kept)), kept, self.logprobs))
+        scored = []
+        if logits is not None and self.logprobs is not None and kept:
+            scored = logprobs_of(logits(len(kept)), kept, self.logprobs)
+        self.completion.emit(kept, nodes, scored)
         return "stop" if end is not None else "length" if self.left == 0 else None
 
     def end(self, outcome: Reason | Exception) -> None:
         """End the request: pass to its readers a `Completed` with the reason, or an error, which they raise."""
         self.has_ended, now = True, self.clock()
         if isinstance(outcome, Exception):
-            self.progress.end(outcome)
+            self.completion.end(outcome)
             return
-        self.progress.end(
+        self.completion.end(
             Completed(
                 tokens=list(self.tokens),
                 reason=outcome,
                 prompt_tokens=self.prompt_length,
-                reused_tokens=self.progress.reused,
+                reused_tokens=self.completion.reused_tokens,
                 steps=self.steps,
                 seconds_waiting=(now if self.began is None else self.began) - self.submitted,
                 seconds_to_first=None if self.first is None else self.first - self.submitted,
@@ -273,4 +272,4 @@ _NOBODY = object()
 
 def _going_on(arrivals: Iterator[Arrival]) -> int:
     """The number of requests that are not cancelled. A cancelled request no longer takes up room in the queue."""
-    return sum(not each.progress.is_cancelled for each in arrivals)
+    return sum(not each.completion.is_cancelled for each in arrivals)

@@ -75,7 +75,7 @@ class Entrance:
     def bring(self, group: Sequence[Arrival], found: FoundPrefixes) -> Iterator[int]:
         """Read the prompts of a group into its workspace, one chunk at each `next`; yields the chunk's token count.
 
-        Also computes the log-probabilities of a prompt that wants them, and writes `Progress.reused`.
+        Also computes the log-probabilities of a prompt that wants them, and writes `Completion.reused_tokens`.
 
         group: requests that may be read together, by `may_follow`
         found: for each prompt, a cached sequence that begins alike; common rows are copied instead of computed
@@ -97,7 +97,7 @@ class Entrance:
         piece = max([self._piece, *(limit for limit in self._limits if limit < first.prompt.shape[1])])
         for reused in self.room(group).beginning(request, self._plan, piece):
             for arrival, rows in zip(group, reused, strict=True):
-                arrival.progress.reused = rows
+                arrival.completion.reused_tokens = rows
             width = max(each.prompt_length - rows for each, rows in zip(group, reused, strict=True))
             yield min(piece, len(group) * width)
         if group[0].prompt_logprobs is not None:
@@ -108,7 +108,7 @@ class Entrance:
         cache = self._one.target_cache
         prompt = arrival.request.prompt
         for scored in prompt_logprobs(self._plan.target, cache, prompt, likeliest, piece):
-            arrival.progress.prompt_logprobs += scored
+            arrival.completion.prompt_logprobs += scored
             yield piece
 
     def free(self) -> None:

@@ -22,10 +22,8 @@ from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.models.forward import host_can_read
 from heavypath.speculative.options import RequestOptions, checked_options
 from heavypath.speculative.serving.arrivals import Arrival, Arrivals, ModelChanged, QueueFull
-from heavypath.speculative.serving.completion import Completion
+from heavypath.speculative.serving.completion import Completion, Process, Reason
 from heavypath.speculative.serving.pauses import Pauses
-from heavypath.speculative.serving.process import Process
-from heavypath.speculative.serving.progress import Reason
 from heavypath.speculative.serving.served_models import ServedModels
 from heavypath.speculative.serving.slots import ServiceLimits, ServiceSlots, serving_plan
 from heavypath.speculative.serving.statistics import ServiceStatistics
@@ -153,8 +151,8 @@ class Service:
         given = checked_options("submit", options, RequestOptions, "max_new_tokens", "temperature")
         seed = None if seed is None else whole("seed", seed)
         deadline = None if deadline is None else real("deadline", deadline)
-        logprobs = None if logprobs is None else whole("logprobs", logprobs)
-        prompt_logprobs = None if prompt_logprobs is None else whole("prompt_logprobs", prompt_logprobs)
+        logprobs = _likeliest("logprobs", logprobs)
+        prompt_logprobs = _likeliest("prompt_logprobs", prompt_logprobs)
         if prompt_logprobs is not None and self._slots.plan.target.state_bytes:
             raise ValueError("prompt_logprobs read a prompt twice, which a target with recurrent layers cannot do")
         prompt = _tokens_of(input_ids)
@@ -186,8 +184,9 @@ class Service:
                 deadline=None if deadline is None else now + deadline,
                 client=client,
                 group=group,
-                logprobs=_likeliest("logprobs", logprobs),
-                prompt_logprobs=_likeliest("prompt_logprobs", prompt_logprobs),
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                completion=Completion(self._arrivals.wake, name),
             )
         self._lend(request)
         try:
@@ -196,7 +195,7 @@ class Service:
             self._count(refused=1)
             raise
         self._count(submitted=1, prompt_tokens=arrival.prompt_length)
-        return Completion(arrival.progress, self._arrivals.wake, name)
+        return arrival.completion
 
     @contextmanager
     def _apart(self, prompt: Tensor) -> Iterator[None]:
@@ -412,7 +411,7 @@ class Service:
         arrival = group[place]
         try:
             self._slots.join(group, place)
-            self._count(reused_tokens=arrival.progress.reused)
+            self._count(reused_tokens=arrival.completion.reused_tokens)
         except Exception as error:
             self._slots.check_device(error)
             self._end(arrival, error)
@@ -492,6 +491,7 @@ def _tokens_of(input_ids: Any) -> Tensor:
 
 
 def _likeliest(name: str, number: int | None) -> int | None:
+    number = None if number is None else whole(name, number)
     if number is not None and number < 0:
         raise ValueError(f"{name} must be None or a number of tokens >= 0, got {number!r}")
     return number

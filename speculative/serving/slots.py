@@ -35,11 +35,11 @@ from heavypath.speculative.models.forward import host_can_read
 from heavypath.speculative.processors.draft import ProcessedSteps
 from heavypath.speculative.processors.texts import BatchProcessors
 from heavypath.speculative.serving.arrivals import Arrival
+from heavypath.speculative.serving.completion import Reason
 from heavypath.speculative.serving.entrance import Entrance
 from heavypath.speculative.serving.logprobs import ReadLogits
 from heavypath.speculative.serving.own_settings import OwnSettings
 from heavypath.speculative.serving.prefixes import Prefixes, tokens_of
-from heavypath.speculative.serving.progress import Reason
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.tree import TokenTree
 

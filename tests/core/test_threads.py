@@ -11,7 +11,7 @@ from in_time import in_time
 
 from heavypath.speculative.costs.threads import Load, running, usable_cores
 from heavypath.speculative.serving.arrivals import Arrivals
-from heavypath.speculative.serving.progress import Progress
+from heavypath.speculative.serving.completion import Completion
 from heavypath.speculative.streaming.slots import LayerSlots
 from heavypath.speculative.waiting import is_command, wait_passively
 
@@ -96,7 +96,7 @@ def test_a_containers_share_of_the_cores_counts(tmp_path):
 
 
 @pytest.mark.skipif(sys.gettrace() is not None, reason="Ctrl-C may leave the lock of what records coverage held")
-@pytest.mark.parametrize("asked", [LayerSlots([], [], 2).counts, Arrivals(4).wake, partial(Progress().since, 0)])
+@pytest.mark.parametrize("asked", [LayerSlots([], [], 2).counts, Arrivals(4).wake, partial(Completion().since, 0)])
 def test_ctrl_c_at_any_time_leaves_no_lock_to_others(asked):
     interrupted = 0
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)

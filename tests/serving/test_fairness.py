@@ -18,8 +18,8 @@ LONG = {"max_new_tokens": 120, "eos_token_id": None, "temperature": 0.9}
 
 def waiting(name, client=None, group=None):
     """What `Arrivals` looks at of a text."""
-    progress = SimpleNamespace(is_cancelled=False)
-    return SimpleNamespace(name=name, client=client, group=group, progress=progress, interrupted=lambda: None)
+    completion = SimpleNamespace(is_cancelled=False)
+    return SimpleNamespace(name=name, client=client, group=group, completion=completion, interrupted=lambda: None)
 
 
 def order_of(arrivals):
@@ -55,7 +55,7 @@ def test_a_client_fills_half_of_the_queue_and_what_is_cancelled_takes_no_place()
     others = [waiting(name, "B") for name in range(3)]
     for each in others:
         arrivals.put(each)
-    others[0].progress.is_cancelled = True
+    others[0].completion.is_cancelled = True
     arrivals.put(waiting(3, "B"))
     arrivals.put(waiting(4, "B"))  # in the place of the cancelled one
     with pytest.raises(QueueFull, match="8 requests are waiting, as many as may"):

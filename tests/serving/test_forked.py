@@ -61,7 +61,7 @@ def test_a_forked_process_is_told_that_nothing_decodes_there(call, service):
     with held(service) as entered:
         completion = service.submit([1, 2, 3], 20, eos_token_id=None)
         assert entered.wait(30)
-        with service._lock, service._arrivals._lock, completion._progress._lock:  # as other threads may have them
+        with service._lock, service._arrivals._lock, completion._lock:  # as other threads may have them
             said = in_a_child(lambda: CALLS[call](service, completion))
     assert said.startswith(f"RuntimeError: the service decodes in process {os.getpid()}; this is process "), said
     assert "or make a service here by decoder.serve()" in said
@@ -71,7 +71,7 @@ def test_a_forked_process_is_told_that_nothing_decodes_there(call, service):
 def test_what_had_ended_can_be_read_and_the_block_be_left(service):
     completion = service.submit([1, 2, 3], 5, eos_token_id=None)
     tokens = completion.result(60).tokens
-    with completion._progress._lock:
+    with completion._lock:
         said = in_a_child(lambda: (completion.cancel(), completion.done(), completion.result().tokens, *completion))
     assert said == repr((None, True, tokens, tokens))
     assert in_a_child(lambda: (service.is_open, service.__exit__(None))) == "(False, None)"

@@ -9,7 +9,6 @@ import http_server
 
 from heavypath.speculative import serving
 from heavypath.speculative.serving import Closed, Completed, QueueFull, ServiceStatistics
-from heavypath.speculative.serving.progress import Progress
 
 
 class Interrupted(Exception):  # noqa: N818
@@ -20,16 +19,12 @@ class Completion(serving.Completion):
     """A request: `emit` is the played service's, the rest its owner's."""
 
     def __init__(self, prompt, options):
-        super().__init__(Progress(), lambda: None)
+        super().__init__()
         self.prompt, self.options, self.steps, self._begin = prompt, options, 0, time.monotonic()
 
     @property
     def tokens(self):
-        return self._progress.since(0)[0]
-
-    @property
-    def is_cancelled(self):
-        return self._progress.is_cancelled
+        return self.since(0)[0]
 
     def emit(self, tokens):
         """Pass tokens on; raises Interrupted where the owner wants no more."""
@@ -38,13 +33,13 @@ class Completion(serving.Completion):
         if time.monotonic() > self._begin + self.options.get("deadline", 1e9):
             raise Interrupted("deadline")
         self.steps += 1
-        self._progress.emit(tokens)
+        super().emit(tokens)
 
     def end(self, outcome):
         if isinstance(outcome, str):
             seconds = time.monotonic() - self._begin
             outcome = Completed(self.tokens, outcome, len(self.prompt), self.steps, 0.0, 0.0, seconds)
-        self._progress.end(outcome)
+        super().end(outcome)
 
 
 class Service:
