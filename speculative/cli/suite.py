@@ -18,7 +18,7 @@ from heavypath.speculative.suite.measure import compare_suite
 from heavypath.speculative.suite.page import suite_page
 from heavypath.speculative.suite.prompts import Suite
 from heavypath.speculative.suite.results import SuiteResults
-from heavypath.speculative.suite.table import as_tables, notes_on
+from heavypath.speculative.suite.table import notes_on, table_at
 
 
 def compare_kinds(
@@ -46,8 +46,8 @@ def compare_kinds(
         print_json(results.as_json(facts))
         return
     console = Console(highlight=False)
-    for table in as_tables(results):
-        console.print(table)
+    for temperature in results.settings["temperatures"]:
+        console.print(table_at(results, temperature))
     where = f"{facts['device']} with {facts['threads']} CPU thread{'' if facts['threads'] == 1 else 's'}"
     for note in [f"On {where}.", *notes_on(results)]:
         console.print(note, style="dim", markup=False)

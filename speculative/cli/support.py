@@ -20,6 +20,7 @@ from heavypath.speculative.cli.ranks import rank_count, this_rank
 from heavypath.speculative.loading import Pair, find_models, load_pair
 from heavypath.speculative.methods import row_of
 from heavypath.speculative.processors.grammar import Grammar
+from heavypath.speculative.suite.prompts import suite_tokens
 
 WITHOUT_DRAFT = "ersd"  # the method if no draft is given: its text stays the same when speculation is paused
 
@@ -140,18 +141,11 @@ def encode(pair: Pair, text: str, *, chat: bool = False) -> torch.Tensor:
 
     Raises ValueError if `chat` is given and there is no chat template.
     """
-    if chat:
-        if not pair.tokenizer.chat_template:
-            raise ValueError("--chat needs a target whose tokenizer has a chat template, and this one has none")
-        message = [{"role": "user", "content": text}]
-        encoded = pair.tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        encoded = pair.tokenizer(text, return_tensors="pt")
-    ids = encoded["input_ids"]  # pyright: ignore[reportArgumentType, reportCallIssue]
-    assert isinstance(ids, torch.Tensor)
-    return ids.to(pair.target.device)
+    if not chat:
+        return pair.tokenizer(text, return_tensors="pt").input_ids.to(pair.target.device)
+    if not pair.tokenizer.chat_template:
+        raise ValueError("--chat needs a target whose tokenizer has a chat template, and this one has none")
+    return suite_tokens(text, pair.tokenizer, pair.target.device)
 
 
 def read_schema(file: Path | None, regex: str | None) -> str | None:

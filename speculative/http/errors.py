@@ -50,7 +50,9 @@ class Refusal(Exception):  # noqa: N818 - an answer, too
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
-        super().__init__(_cut(message))
+        if len(message) > MOST_CHARACTERS:
+            message = f"{message[: MOST_CHARACTERS - 4]} ..."
+        super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
@@ -105,7 +107,3 @@ def of_fields(error: ValidationError) -> Refusal:
         return Refusal(400, f"the body is not what is expected: {said}")
     path = "".join(f"[{step}]" if isinstance(step, int) else f".{step:.200}" for step in place)
     return Refusal(400, f"{path.removeprefix('.')}: {said}", param=str(place[0])[:200])
-
-
-def _cut(message: str) -> str:
-    return message if len(message) <= MOST_CHARACTERS else f"{message[: MOST_CHARACTERS - 4]} ..."

@@ -24,7 +24,7 @@ from heavypath.speculative.http.served import Limits, Served
 from heavypath.speculative.http.text import StoppedText
 from heavypath.speculative.processors.grammar import Grammar
 from heavypath.speculative.processors.penalties import TextPenalties, TokenBias
-from heavypath.speculative.serving import Closed, Completion, ModelChanged, QueueFull, Service
+from heavypath.speculative.serving import Closed, Completion, ModelChanged, QueueFull
 from heavypath.speculative.serving.acceptance import Acceptance
 
 APART = 48_271_337  # distance between the seeds of a request's choices; odd, so that no two are the same
@@ -192,12 +192,11 @@ class Exchange:
         try:
             completion = service.submit(prompt.tokens, **options)
         except QueueFull as error:
-            raise Refusal(
-                429,
-                f"the server takes no more texts now: {error}",
-                code="queue_full",
-                headers={"Retry-After": str(_seconds_for_one(service))},
-            ) from error
+            stats = service.stats()
+            until_one_ends = stats.seconds_busy / max(1, stats.completed)  # an estimate
+            headers = {"Retry-After": str(max(1, min(60, math.ceil(until_one_ends))))}
+            message = f"the server takes no more texts now: {error}"
+            raise Refusal(429, message, code="queue_full", headers=headers) from error
         except Closed as error:
             raise _closed() from error
         except (ValueError, TypeError) as error:
@@ -381,12 +380,6 @@ def _check_tokens(prompt: Prompt, least: int, most: int, vocab_size: int) -> Non
     if least > most:
         message = f"min_tokens: expected at most as many as max_tokens, which is {most}, got {least}"
         raise Refusal(400, message, param="min_tokens")
-
-
-def _seconds_for_one(service: Service) -> int:
-    """An estimate of the seconds until a running request ends, 1 to 60, for the header Retry-After."""
-    stats = service.stats()
-    return max(1, min(60, math.ceil(stats.seconds_busy / max(1, stats.completed))))
 
 
 def _closed() -> Refusal:

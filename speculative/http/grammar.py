@@ -51,10 +51,10 @@ class Grammars:
         self._eos_token_ids = [*eos_token_ids] or None
         self._threads = ThreadPoolExecutor(AT_ONCE, "grammar")
         self._trials: queue.SimpleQueue[Trial] = queue.SimpleQueue()
-        trials = [Trial(SECONDS, MEMORY) for _ in range(AT_ONCE)]
-        for trial in trials:
+        for _ in range(AT_ONCE):
+            trial = Trial(SECONDS, MEMORY)
             self._trials.put(trial)
-        weakref.finalize(self, _close, trials)
+            weakref.finalize(self, trial.close)
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
         self._lock = threading.Lock()  # protects `_kept`
 
@@ -122,8 +122,3 @@ def _source(wanted: StructuredOutputs, field: str) -> GrammarSource:
 
 def _refusal(field: str, error: Exception) -> Refusal:
     return Refusal(400, f"{field}: {' '.join(str(error).split())}", param=field)
-
-
-def _close(trials: Sequence[Trial]) -> None:
-    for trial in trials:
-        trial.close()

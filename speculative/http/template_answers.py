@@ -66,7 +66,7 @@ class TemplateAnswer:
         self._spaces = ""
         self._calls = list[Call]()
         self._count = 0
-        self._start("")
+        self._start()
         try:
             self._parser = ResponseParser(self._form, prompt, tools=self._tools)
         except _UNREADABLE:
@@ -100,9 +100,9 @@ class TemplateAnswer:
             self.begin = 0
         return self._parts()
 
-    def _start(self, text: str) -> None:
+    def _start(self) -> None:
         self._parser = ResponseParser(self._form, "", tools=self._tools)
-        self._fed = [*text]
+        self._fed = list[str]()
         self._safe = 0
         self._call_place = 0
         self._field = None
@@ -128,7 +128,7 @@ class TemplateAnswer:
         text = "".join(self._fed)
         if self._field != CALLS:
             self._base += len(text)
-            self._start("")
+            self._start()
             return ""
         found = re.compile(r"\s*.", re.DOTALL).match(text, self._call_place)
         end = self._call_place + 1 if found is None else found.end()
@@ -136,7 +136,7 @@ class TemplateAnswer:
         said = text[self._call_place : None if self._is_plain else end]
         self._say(said, self._base + self._call_place)
         self._base += end
-        self._start("")
+        self._start()
         return "" if self._is_plain else text[end:]
 
     def _obey(self, events: Sequence[dict[str, Any]]) -> None:

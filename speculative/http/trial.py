@@ -7,7 +7,6 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 PROGRAM = Path(__file__).with_name("grammar_process.py")
 STARTING = 60.0  # seconds until the process must be ready
@@ -85,15 +84,11 @@ def _answer(process: subprocess.Popen[str], source: str | None, seconds: float) 
     watch.start()
     try:
         if source is not None:
-            _write(process.stdin, json.dumps(source))
+            with suppress(BrokenPipeError):  # the process has ended, which reading will notice
+                process.stdin.write(f"{json.dumps(source)}\n")
+                process.stdin.flush()
         line = process.stdout.readline()
     finally:
         watch.cancel()
         watch.join()
     return json.loads(line) if line.endswith("\n") and not late.is_set() else None
-
-
-def _write(into: IO[str], line: str) -> None:
-    with suppress(BrokenPipeError):  # the process has ended, which reading will notice
-        into.write(f"{line}\n")
-        into.flush()

@@ -254,7 +254,9 @@ class StepProcessors:
         groups: dict[object, list[tuple[int, int, _SequenceState, Path]]] = {}
         for slot, (sequence, own) in enumerate(zip(self._sequences, paths, strict=True)):
             for column, path in enumerate(own):
-                if sequence is not None and path is not None and self._goes_on(sequence, slot, path):
+                if sequence is None or path is None:
+                    continue
+                if len(path) < self._left[slot] and sequence.stops.isdisjoint(path):  # the sequence goes on after it
                     groups.setdefault(sequence.together(path), []).append((slot, column, sequence, path))
         changes: dict[tuple[int, int], list[Change]] = {}
         for group in sorted(groups.values(), key=lambda rows: len(rows[0][3])):  # parents before their children
@@ -287,10 +289,6 @@ class StepProcessors:
             assert path is not None
             found.setdefault(slot, set()).add(path)
         return found
-
-    def _goes_on(self, sequence: _SequenceState, slot: int, path: Path) -> bool:
-        """Whether the sequence in a slot can continue after the node at the end of a path."""
-        return len(path) < self._left[slot] and sequence.stops.isdisjoint(path)
 
     def _check(self, whose: str, out: Tensor, paths: PathsOf) -> Tensor:
         """The maximum of each row [B, n]. Raises ValueError for NaN and +inf that processors have made."""

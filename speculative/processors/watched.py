@@ -84,29 +84,25 @@ class WatchedCallable:
         """The reason why a part of the callable's state cannot be read; "" if all of it can."""
         return self.shared.now.unseen
 
-    def ask(self, ids: Tensor, scores: Tensor) -> tuple[Any, bool]:
-        """Call the callable, and undo a change of its state. Returns the result, and whether the state had changed.
+    def ask(self, ids: Tensor, scores: Tensor | None, *, keeps: bool = False) -> tuple[Any, bool]:
+        """Call the callable, and undo a change of its state, or keep it for this sequence if `keeps`.
 
-        A state that cannot be read is not restored, and counts as unchanged.
+        Returns the result, and whether the state had changed. A state that cannot be read counts as unchanged.
         """
         if self.unseen:
             return self.processor(ids, scores), False
         state = self.shared.enter(self)
         answer = self.processor(ids, scores)
         changed = state.has_changed()
-        if changed:
+        if changed and keeps:
+            self.shared.moved_on(self)
+        elif changed:
             state.put_back()
         return answer, changed
 
     def keep(self, ids: Tensor, scores: Tensor | None) -> Any:
         """Call the callable, and keep a change of its state for this sequence. Returns the result."""
-        if self.unseen:
-            return self.processor(ids, scores)
-        state = self.shared.enter(self)
-        answer = self.processor(ids, scores)
-        if state.has_changed():
-            self.shared.moved_on(self)
-        return answer
+        return self.ask(ids, scores, keeps=True)[0]
 
 
 class WatchedOnes:

@@ -284,7 +284,6 @@ class Service:
             self.close(graceful=kind is None)
 
     def _run(self) -> None:
-        """The loop of the decoding thread."""
         with torch.inference_mode(), self._in_device():  # also for emptying slots after an error
             try:
                 while self._is_busy() or self._arrivals.is_open:

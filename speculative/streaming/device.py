@@ -31,7 +31,7 @@ from torch import Tensor
 from heavypath.speculative.models.layer_weights import StreamCounts, WeightStream
 from heavypath.speculative.streaming.device_tally import DeviceTally
 from heavypath.speculative.streaming.host_layers import HostLayers
-from heavypath.speculative.streaming.packing import Packing
+from heavypath.speculative.streaming.layout import Packing
 from heavypath.speculative.streaming.source import Place
 from heavypath.speculative.streaming.stream import SLOTS, check_layer
 
@@ -65,6 +65,7 @@ class DeviceStream(WeightStream):
     Tensors have the same addresses until `close`. When the last reference to the stream is gone, its memory is freed,
     except that of tensors still in use.
 
+    nbytes:  the GPU memory that the stream uses, in bytes
     on_take: called with each layer that is taken, to show progress, except in a graph
     copy:    copies a layer; may be replaced, to observe it
 
@@ -88,6 +89,7 @@ class DeviceStream(WeightStream):
         self._sizes = [packing.nbytes for packing in packings]
         memories = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(slots, len(layers)))]
         self._slots = [*map(_DeviceSlot, memories)]
+        self.nbytes = size * len(memories)
         self._views = [packing.views(self._slot(layer).memory) for layer, packing in enumerate(packings)]
         self._parameters: list[weakref.ref[Tensor]] = []
         self.host = HostLayers(layers, stay)
@@ -103,11 +105,6 @@ class DeviceStream(WeightStream):
         self._leaving: tuple[int, Any] | None = None  # the layer from a file being copied, and the event after it
         self._unchecked = {*range(self.layers)}
         weakref.finalize(self, self._left.synchronize).atexit = False  # host memory must not be freed during a copy
-
-    @property
-    def nbytes(self) -> int:
-        """The GPU memory that the stream uses, in bytes."""
-        return sum(slot.memory.nbytes for slot in self._slots)
 
     @property
     def is_fixed(self) -> bool:

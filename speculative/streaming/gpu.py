@@ -16,8 +16,8 @@ from heavypath.speculative.models.layer_weights import LayerWeights, WholePass
 from heavypath.speculative.models.linear import free_memory
 from heavypath.speculative.streaming.accelerate_hooks import Offloaded, detach_hooks, put
 from heavypath.speculative.streaming.device import DeviceStream
+from heavypath.speculative.streaming.layout import Packing
 from heavypath.speculative.streaming.memory import bytes_of, resident_layers
-from heavypath.speculative.streaming.packing import Packing
 from heavypath.speculative.streaming.source import Place
 from heavypath.speculative.streaming.stream import SLOTS
 

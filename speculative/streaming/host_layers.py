@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from heavypath.speculative.models.layer_weights import StreamCounts
-from heavypath.speculative.streaming.layout import aligned_memory
-from heavypath.speculative.streaming.packing import Packing
+from heavypath.speculative.streaming.layout import Packing, aligned_memory
 from heavypath.speculative.streaming.source import Place
 from heavypath.speculative.streaming.stream import LayerStream
 

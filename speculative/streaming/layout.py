@@ -1,10 +1,14 @@
-"""The layout of a layer in memory: the same bytes as in its files, in runs of whole blocks, which can be read directly.
+"""Layouts of a layer in memory, of which its tensors are views.
 
-Tensors are views of that memory. So nothing is converted or copied, and a layer is read in few long runs.
+`Layout` has the same bytes as the layer's files, in runs of whole blocks, which can be read directly. So nothing is
+converted or copied, and a layer is read in few long runs.
+
+`Packing` has one tensor after another. In files tensors begin at multiples of 8 bytes. Matrix products on a GPU are
+faster at multiples of 16, and some need them.
 """
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -16,6 +20,7 @@ from heavypath.speculative.streaming.source import LayerSource, Place
 
 CHUNK = 8 << 20  # bytes per read: large enough for any disk, small enough for several readers of a small layer
 GAP = 1 << 16  # gaps between tensors up to this many bytes are read instead of skipped
+ALIGNMENT = 256  # in bytes, for the tensors of a packing; torch's allocations on a GPU have it, too
 
 
 class Chunk(NamedTuple):
@@ -75,12 +80,33 @@ class Layout:
 
     def tensors(self, memory: Tensor) -> dict[str, Tensor]:
         """The layer's tensors by name, as views of `memory`, uint8 [at least nbytes]."""
-        return {name: self._view(memory, place) for name, place in self.source.items()}
+        views = {}
+        for name, place in self.source.items():
+            run = next(run for run in self._runs if run.path == place.path and run.begin <= place.begin < run.end)
+            begin = run.offset + place.begin - run.begin
+            views[name] = memory[begin : begin + place.nbytes].view(place.dtype).view(place.shape)
+        return views
 
-    def _view(self, memory: Tensor, place: Place) -> Tensor:
-        run = next(run for run in self._runs if run.path == place.path and run.begin <= place.begin < run.end)
-        begin = run.offset + place.begin - run.begin
-        return memory[begin : begin + place.nbytes].view(place.dtype).view(place.shape)
+
+class Packing:
+    """The layout of some tensors in one buffer, in their order, each at a multiple of 256 bytes.
+
+    tensors: the tensors or their places in files, by name; only dtypes and shapes matter
+    nbytes:  the size of the buffer
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor | Place]):
+        self._facts = {name: (one.dtype, (*one.shape,), one.nbytes) for name, one in tensors.items()}
+        self.nbytes = sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for _, _, nbytes in self._facts.values())
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """The tensors by name, as views of the buffer `memory`, uint8 [at least nbytes]."""
+        views = {}
+        begin = 0
+        for name, (dtype, shape, nbytes) in self._facts.items():
+            views[name] = memory[begin : begin + nbytes].view(dtype).view(shape)
+            begin += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return views
 
 
 def aligned_memory(nbytes: int) -> tuple[Tensor, memoryview]:

@@ -73,7 +73,6 @@ class _OwnStream(WeightStream):
         return False
 
     def tensors(self, layer: int) -> dict[str, Tensor]:
-        """A layer's tensors by name. They hold its weights while the layer is taken."""
         return self._tensors[layer]
 
     def take(self, layer: int) -> None:
@@ -113,7 +112,6 @@ class _OwnStream(WeightStream):
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
-        """A context for a pass over the layers, for which passes of other threads wait."""
         with self._alone:
             yield
 

@@ -37,6 +37,7 @@ class LayerStream(WeightStream):
     long as the stream exists. When the last reference to the stream is gone, its threads end and its files are closed;
     memory is freed with the last of its tensors.
 
+    nbytes:  the memory that the stream uses, in bytes
     on_take: called with each layer that is taken, to show progress
     slots:   the state; `slots.read` may be replaced, to observe or slow down reading
 
@@ -52,6 +53,7 @@ class LayerStream(WeightStream):
                 f"got {slots} and {sorted(self.resident)}"
             )
         self.slots = LayerSlots([Layout(layer) for layer in layers], self.resident, slots)
+        self.nbytes = self.slots.nbytes
         self.on_take: Callable[[int], None] | None = None
         self._alone = threading.RLock()
         self._unchecked = {*range(self.layers)}
@@ -62,11 +64,6 @@ class LayerStream(WeightStream):
         for thread in self._threads:
             thread.start()
         weakref.finalize(self, _end, self.slots)
-
-    @property
-    def nbytes(self) -> int:
-        """The memory that the stream uses, in bytes."""
-        return self.slots.nbytes
 
     def tensors(self, layer: int) -> dict[str, Tensor]:
         """A layer's tensors by name. They hold its weights while the layer is taken."""

@@ -10,12 +10,8 @@ SHOWN_DEPTHS = 3  # of acceptance; a file of results and the page have all
 EXPECTED = ("equal", "reference", "same law")  # verdicts on texts that the table does not show
 
 
-def as_tables(results: SuiteResults) -> list[Table]:
-    """A table for each temperature, with a section for each kind."""
-    return [_table(results, temperature) for temperature in results.settings["temperatures"]]
-
-
-def _table(results: SuiteResults, temperature: float) -> Table:
+def table_at(results: SuiteResults, temperature: float) -> Table:
+    """The table of one temperature, with a section for each kind."""
     headings = ("tokens/\npass", "tokens/s", "to\nplain", "to trans-\nformers", "to\nassisted", "accepted\nby depth")
     table = Table(
         Column("\nkind, way", overflow="fold"),
