@@ -92,7 +92,7 @@ OPTIONS = {
     "GenerateCall": "heavypath.speculative.custom_generate",
     "growing_drafter": "heavypath.speculative.decoding.growing",
     "inputs_of": "heavypath.speculative.models.prompt_inputs",
-    "ProcessedSteps": "heavypath.speculative.processors.draft",
+    "ProcessedSteps": "heavypath.speculative.processors.steps",
     "Processing": "heavypath.speculative.decoding.processing",
     "profile_of": "heavypath.speculative.tree_by_profile",
     "recurrent_forward": "heavypath.speculative.models.recurrent.qwen",

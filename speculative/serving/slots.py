@@ -32,8 +32,7 @@ from heavypath.speculative.decoding.run import Engine, SlotNumbers, StepRunner
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.workspace import Size
 from heavypath.speculative.models.forward import host_can_read
-from heavypath.speculative.processors.draft import ProcessedSteps
-from heavypath.speculative.processors.texts import BatchProcessors
+from heavypath.speculative.processors.steps import ProcessedSteps
 from heavypath.speculative.serving.arrivals import Arrival
 from heavypath.speculative.serving.completion import Reason
 from heavypath.speculative.serving.entrance import Entrance
@@ -174,7 +173,7 @@ class ServiceSlots:
         self._prefixes = Prefixes(plan, self._workspace, kept)
         self.cache_bytes = self._workspace.cache_bytes + self._entrance.cache_bytes
         self._engine = Engine[Member](self._runner, self._workspace, [self._state.output], waits=False)
-        self._processors = BatchProcessors()
+        self._processors = ProcessedSteps()
         self._readers = deque[ReadLogits | None]()  # for steps whose results have not arrived yet
         self.running: list[Member] = []  # by slot, from the first one on
         self._rows = list(range(count))  # free rows of `output`
@@ -340,9 +339,7 @@ class ServiceSlots:
         arrivals = [member.arrival for member in members]
         asked = any(arrival.processors for arrival in arrivals)
         reader = ReadLogits() if any(arrival.logprobs is not None for arrival in arrivals) else None
-        self._workspace.changes = (() if reader is None else (reader,)) + (
-            (ProcessedSteps(self._processors),) if asked else ()
-        )
+        self._workspace.changes = (() if reader is None else (reader,)) + ((self._processors,) if asked else ())
         # On a GPU each number of slots needs a CUDA graph, so numbers are rounded up to powers of two.
         slots = count if self._on_host else min(self.limits.slots, 1 << (count - 1).bit_length())
         shortest = min(arrival.prompt_length + len(arrival.tokens) for arrival in arrivals) - 1
