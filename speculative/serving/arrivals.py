@@ -12,6 +12,7 @@ from torch import Tensor
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sequence_scores import settings_of
 from heavypath.speculative.decoding.request import Request
+from heavypath.speculative.decoding.run import SlotNumbers
 from heavypath.speculative.serving.completion import Completed, Completion, Reason
 from heavypath.speculative.serving.logprobs import logprobs_of
 from heavypath.speculative.serving.prefixes import Tokens, tokens_of
@@ -47,6 +48,8 @@ class Arrival:
     submitted, began, first: values of `clock` at submission, when its prompt's turn came, and at its first new tokens;
                              None before that
     tokens, steps: new tokens so far, and the number of steps that it took part in
+    row:           in a slot, the row of `Sequences.output` to which steps write its new tokens
+    seen, nodes:   how many tokens steps have produced for it, and how many tree nodes the target has scored
     prompt:        its tokens, int64 [T]
     stops:         end-of-sequence tokens
     processors:    its logits processors
@@ -66,6 +69,9 @@ class Arrival:
     first: float | None = None
     tokens: list[int] = field(default_factory=list)
     steps: int = 0
+    row: int = -1
+    seen: int = 0
+    nodes: int = 0
     has_ended: bool = False
 
     def __post_init__(self) -> None:
@@ -106,15 +112,24 @@ class Arrival:
             return "deadline"
         return None
 
-    def take(self, new: list[int], nodes: int, logits: Callable[[int], Tensor] | None) -> Reason | None:
+    def take(
+        self, numbers: SlotNumbers, output: Tensor, logits: Callable[[int], Tensor] | None
+    ) -> Reason | Exception | None:
         """Add the tokens of a step and pass them to readers. Returns why the sequence ends, or None if it continues.
 
         Tokens after an end-of-sequence token, or after what `request.stopping` recognises, are dropped.
 
-        new:    the step's new tokens
-        nodes:  the number of nodes of the step's tree
-        logits: given n, returns the target's logits [n, V] that chose the first n of `new`; None for no logprobs
+        numbers: counts of its slot after the step; an error of the step is returned as an exception
+        output:  LongTensor [slots, any] on the host: all new tokens of each row
+        logits:  given n, returns the target's logits [n, V] that chose the step's first n tokens; None for no logprobs
         """
+        if numbers.left < 0:
+            return numbers.error("")
+        new = output[self.row, self.seen : numbers.produced].tolist()
+        nodes = numbers.nodes - self.nodes
+        self.nodes = numbers.nodes
+        self.seen = numbers.produced
+        self.steps = numbers.steps
         before = len(self.tokens)
         end = next((place for place, token in enumerate(new, 1) if token in self.stops), None)
         kept = new[:end]

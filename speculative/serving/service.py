@@ -319,11 +319,11 @@ class Service:
             self._end_under_way("cancelled")
         for arrival, reason in self._arrivals.interrupted():
             self._end(arrival, reason)
-        for member in [*self._slots.running]:
-            reason = member.arrival.interrupted()
+        for arrival in [*self._slots.running]:
+            reason = arrival.interrupted()
             if reason is not None:
-                self._slots.leave(member)
-                self._end(member.arrival, reason)
+                self._slots.leave(arrival)
+                self._end(arrival, reason)
         for arrival in [] if self._entering is None else self._entering[0]:
             if not arrival.has_ended and (reason := arrival.interrupted()) is not None:
                 self._end(arrival, reason)
@@ -419,16 +419,16 @@ class Service:
         """Run a step of all running requests, and end those whose sequences ended with it."""
         if not self._slots.running:
             return
-        before = [(member.arrival, member.arrival.steps, len(member.arrival.tokens)) for member in self._slots.running]
+        before = [(arrival, arrival.steps, len(arrival.tokens)) for arrival in self._slots.running]
         ended = self._slots.step()
         self._steps += 1
         steps = sum(arrival.steps - had for arrival, had, _ in before)  # counted before clients have their answers
         self._count(steps=steps, new_tokens=sum(len(each.tokens) - had for each, _, had in before), batch_steps=1)
         if (ended or self._steps % LOOK_EVERY == 0) and not self._notice_changes():
             return
-        for member, outcome in ended:
-            self._slots.leave(member, kept=not (self._models.is_stale or isinstance(outcome, Exception)))
-            self._end(member.arrival, outcome)
+        for arrival, outcome in ended:
+            self._slots.leave(arrival, kept=not (self._models.is_stale or isinstance(outcome, Exception)))
+            self._end(arrival, outcome)
 
     def _end_under_way(self, outcome: Reason | Exception) -> None:
         """End the requests that run, and those whose prompts are partly read; waiting requests stay in the queue."""
@@ -436,9 +436,9 @@ class Service:
             group = self._entering[0]
             self._entering = None
             self._end_each(group, outcome)
-        for member in [*self._slots.running]:
-            self._slots.leave(member, kept=False)
-            self._end(member.arrival, outcome)
+        for arrival in [*self._slots.running]:
+            self._slots.leave(arrival, kept=False)
+            self._end(arrival, outcome)
 
     def _end_all(self, outcome: Reason | Exception) -> None:
         while (arrival := self._arrivals.pop()) is not None:
@@ -447,10 +447,10 @@ class Service:
             group = self._entering[0]
             self._entering = None
             self._end_each(group, outcome)
-        for member in [*self._slots.running]:
+        for arrival in [*self._slots.running]:
             if not isinstance(outcome, Exception):  # after an error the device may be unusable
-                self._slots.leave(member)
-            self._end(member.arrival, outcome)
+                self._slots.leave(arrival)
+            self._end(arrival, outcome)
 
     def _end_each(self, group: list[Arrival], outcome: Reason | Exception) -> None:
         for arrival in group:

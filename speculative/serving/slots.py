@@ -16,19 +16,18 @@ So short and long sequences never run together there: the next request waits unt
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from heavypath.kernels.commit import StateField
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.native.sampling import seed_tensor
 from heavypath.kernels.numbers import whole
 from heavypath.speculative.decoding.drafted import no_lap
-from heavypath.speculative.decoding.run import Engine, SlotNumbers, StepRunner
+from heavypath.speculative.decoding.run import Engine, StepRunner
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.workspace import Size
 from heavypath.speculative.models.forward import host_can_read
@@ -44,39 +43,6 @@ from heavypath.speculative.trees.tree import TokenTree
 
 NO_TEXT = tokens_of([])
 BESIDE = 2  # requests of a client in a step on a CPU, while other clients have any
-
-
-@dataclass(eq=False)
-class Member:
-    """A request in a slot, with what has been passed on to its readers so far.
-
-    row:   the row of `Sequences.output` to which steps write its new tokens
-    seen:  how many of its new tokens have been passed on
-    nodes: how many tree nodes the target had scored for it by then
-    """
-
-    arrival: Arrival
-    row: int
-    seen: int = 0
-    nodes: int = 0
-
-    def passed_on(
-        self, numbers: SlotNumbers, output: Tensor, logits: Callable[[int], Tensor] | None
-    ) -> Reason | Exception | None:
-        """Pass the new tokens of a step on to readers. Returns why the request ends, or None if it continues.
-
-        numbers: counts of its slot after the step; an error of the step is returned as an exception
-        output:  LongTensor [slots, any] on the host: all new tokens of each row
-        logits:  given n, returns the target's logits [n, V] that chose the first n of them; None for no logprobs
-        """
-        if numbers.left < 0:
-            return numbers.error("")
-        new = output[self.row, self.seen : numbers.produced].tolist()
-        nodes = numbers.nodes - self.nodes
-        self.nodes = numbers.nodes
-        self.seen = numbers.produced
-        self.arrival.steps = numbers.steps
-        return self.arrival.take(new, nodes, logits)
 
 
 def serving_plan(plan: StepPlan) -> StepPlan:
@@ -172,10 +138,10 @@ class ServiceSlots:
         kept = self._workspace.cache_bytes // 2 if limits.prefix_bytes is None else limits.prefix_bytes
         self._prefixes = Prefixes(plan, self._workspace, kept)
         self.cache_bytes = self._workspace.cache_bytes + self._entrance.cache_bytes
-        self._engine = Engine[Member](self._runner, self._workspace, [self._state.output], waits=False)
+        self._engine = Engine[Arrival](self._runner, self._workspace, [self._state.output], waits=False)
         self._processors = ProcessedSteps()
         self._readers = deque[ReadLogits | None]()  # for steps whose results have not arrived yet
-        self.running: list[Member] = []  # by slot, from the first one on
+        self.running: list[Arrival] = []  # by slot, from the first one on
         self._rows = list(range(count))  # free rows of `output`
         models = (plan.target, *plan.draft.models)
         self._limits = [model.rope_limit for model in models if model.is_foreign and model.rope_limit is not None]
@@ -189,7 +155,7 @@ class ServiceSlots:
 
         waiting: the clients with waiting requests; entering: requests that will join first
         """
-        clients = [*(member.arrival.client for member in self.running), *(arrival.client for arrival in entering)]
+        clients = [arrival.client for arrival in (*self.running, *entering)]
         if len(clients) >= self.limits.slots:
             return False
         if client is None:
@@ -214,7 +180,7 @@ class ServiceSlots:
         With an empty group, whether it may run with the running ones: with longrope, long and short ones may not.
         """
         if not group:
-            return not self.running or self._is_long(arrival) == self._is_long(self.running[0].arrival)
+            return not self.running or self._is_long(arrival) == self._is_long(self.running[0])
         sharing = [each for each in group if self._may_share(arrival, each)]
         return self._entrance.may_follow(group, arrival, sharing)
 
@@ -224,8 +190,7 @@ class ServiceSlots:
         After the last chunk the requests may `join`.
         """
         running = [
-            [each.arrival.text if self._may_share(arrival, each.arrival) else NO_TEXT for each in self.running]
-            for arrival in group
+            [each.text if self._may_share(arrival, each) else NO_TEXT for each in self.running] for arrival in group
         ]
         yield from self._entrance.bring(group, self._prefixes.found([each.prompt for each in group], running))
 
@@ -236,31 +201,30 @@ class ServiceSlots:
         """
         arrival = group[place]
         slot = len(self.running)
-        row = self._rows[-1]
-        self._processors.begin(row, arrival.request.input_ids[0], arrival.processors, arrival.stops, 0)
-        member = Member(arrival, self._rows.pop())
+        self._processors.begin(self._rows[-1], arrival.request.input_ids[0], arrival.processors, arrival.stops, 0)
+        arrival.row = self._rows.pop()
         self._workspace.receive(slot, self._entrance.room(group), place, arrival.prompt_length)
-        self._state.numbers[StateField.MEMBER, slot] = member.row
+        self._state.numbers[StateField.MEMBER, slot] = arrival.row
         self._state.numbers[StateField.LEFT, slot] = arrival.request.max_new_tokens
         self._state.settings[slot] = arrival.settings()
-        self.running.append(member)
+        self.running.append(arrival)
 
-    def leave(self, member: Member, *, kept: bool = True) -> None:
+    def leave(self, arrival: Arrival, *, kept: bool = True) -> None:
         """Remove a request; the request in the last slot moves to its slot. kept: keep its rows for later prompts."""
-        slot = self.running.index(member)
+        slot = self.running.index(arrival)
         last = self.running[-1]
         if kept:
-            self._prefixes.keep(slot, member.arrival.text)
-        if last is not member:
+            self._prefixes.keep(slot, arrival.text)
+        if last is not arrival:
             self._workspace.receive(slot, self._workspace, len(self.running) - 1, self._cache_rows(last))
             self.running[slot] = last
         self.running.pop()
         for field in (StateField.LEFT, StateField.LENGTHS):  # indexing with a list would make the host wait for the GPU
             self._state.numbers[field, len(self.running)] = 0
-        self._rows.append(member.row)
-        self._processors.end(member.row)
+        self._rows.append(arrival.row)
+        self._processors.end(arrival.row)
 
-    def step(self) -> list[tuple[Member, Reason | Exception]]:
+    def step(self) -> list[tuple[Arrival, Reason | Exception]]:
         """Run a step and pass its tokens on. Returns the requests that end, each with the reason or the error.
 
         The caller must remove them by `leave`. On a GPU tokens come one step late: the next step is launched first.
@@ -274,7 +238,7 @@ class ServiceSlots:
         except Exception as error:
             self.check_device(error)
             if count == 1 or not self._on_host:
-                return [(member, error) for member in self.running[:count]]
+                return [(arrival, error) for arrival in self.running[:count]]
             return self._one_by_one(count)
 
     def forget(self) -> None:
@@ -298,7 +262,7 @@ class ServiceSlots:
 
     def _arrange(self) -> int:
         """Move the requests that take part in the next step into the first slots; returns their number."""
-        clients = [member.arrival.client for member in self.running]
+        clients = [arrival.client for arrival in self.running]
         if not self._on_host or len({*clients}) < 2:
             return len(clients)
         had = Counter[Hashable]()
@@ -313,19 +277,19 @@ class ServiceSlots:
             self._exchange(early, late)
         return len(part)
 
-    def _cache_rows(self, member: Member) -> int:
+    def _cache_rows(self, arrival: Arrival) -> int:
         """An upper bound of a request's used cache rows: the device may be one step ahead of the tokens known here."""
-        return member.arrival.prompt_length + len(member.arrival.tokens) + 2 * (self.plan.depth + 1)
+        return arrival.prompt_length + len(arrival.tokens) + 2 * (self.plan.depth + 1)
 
-    def _one_by_one(self, count: int) -> list[tuple[Member, Reason | Exception]]:
+    def _one_by_one(self, count: int) -> list[tuple[Arrival, Reason | Exception]]:
         """Run the step for one request at a time. The step of all together failed, so it has committed nothing."""
         ended = []
-        for slot, member in enumerate(self.running[:count]):
+        for slot, arrival in enumerate(self.running[:count]):
             self._exchange(0, slot)
             try:
                 ended += self._step(1)
             except Exception as error:
-                ended.append((member, error))
+                ended.append((arrival, error))
             self._exchange(0, slot)
         return ended
 
@@ -334,9 +298,8 @@ class ServiceSlots:
         self._workspace.swap(one, other, rows)
         self.running[one], self.running[other] = self.running[other], self.running[one]
 
-    def _step(self, count: int) -> list[tuple[Member, Reason | Exception]]:
-        members = self.running[:count]
-        arrivals = [member.arrival for member in members]
+    def _step(self, count: int) -> list[tuple[Arrival, Reason | Exception]]:
+        arrivals = self.running[:count]
         asked = any(arrival.processors for arrival in arrivals)
         reader = ReadLogits() if any(arrival.logprobs is not None for arrival in arrivals) else None
         self._workspace.changes = (() if reader is None else (reader,)) + ((self._processors,) if asked else ())
@@ -345,7 +308,7 @@ class ServiceSlots:
         shortest = min(arrival.prompt_length + len(arrival.tokens) for arrival in arrivals) - 1
         outcome = self._engine.step(
             replace(self.plan, tree=self._tree_of(slots)).after(shortest),
-            members,
+            arrivals,
             slots=slots,
             levels=max(arrival.left for arrival in arrivals) - 1,
             longest=max(arrival.prompt_length + len(arrival.tokens) for arrival in arrivals),
@@ -357,13 +320,13 @@ class ServiceSlots:
         (output,) = outcome.looked
         ended = []
         reader = self._readers.popleft()
-        for slot, (member, numbers) in enumerate(zip(outcome.who, outcome.rows, strict=True)):
-            if member.arrival.has_ended:
+        for slot, (arrival, numbers) in enumerate(zip(outcome.who, outcome.rows, strict=True)):
+            if arrival.has_ended:
                 continue
             try:
-                reason = member.passed_on(numbers, output, reader and partial(reader.of_slot, slot))
+                reason = arrival.take(numbers, output, reader and partial(reader.of_slot, slot))
             except Exception as error:  # raised by a stopping criterion; it must not affect other requests
                 reason = error
             if reason is not None:
-                ended.append((member, reason))
+                ended.append((arrival, reason))
         return ended

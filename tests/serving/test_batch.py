@@ -17,7 +17,7 @@ from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.cli.app import main
 from heavypath.speculative.http.batches.lines import parsed
 from heavypath.speculative.http.batches.output import LineAnswer, Output
-from heavypath.speculative.http.batches.running import Application
+from heavypath.speculative.http.batches.running import answer_by
 from heavypath.speculative.serving.service import Service
 
 CHAT = "/v1/chat/completions"
@@ -226,9 +226,9 @@ def test_a_line_is_asked_again_where_the_model_changed_meanwhile(changes, ended)
     line = parsed(0, b'"def"', {})
     if ended:
         with pytest.raises(ConnectionError, match="the models changed while a line was answered, 10 times"):
-            asyncio.run(Application(app).answer(line))
+            asyncio.run(answer_by(app, line))
     else:
-        assert asyncio.run(Application(app).answer(line)) == LineAnswer(200, {"choices": []})
+        assert asyncio.run(answer_by(app, line)) == LineAnswer(200, {"choices": []})
         assert len(asked) == changes + 1
 
 

@@ -73,7 +73,7 @@ def watched(service, fifth=lambda: None):
     def write(count):
         if len(steps) == 5:
             fifth()
-        steps.append([member.arrival.client for member in service._slots.running[:count]])
+        steps.append([arrival.client for arrival in service._slots.running[:count]])
         return step(count)
 
     service._slots._step = write
@@ -124,7 +124,7 @@ def test_a_program_alone_is_served_first_come_first_served_in_all_slots():
 
 
 def test_on_a_gpu_where_a_step_takes_as_long_for_one_as_for_all_nobody_pauses():
-    running = [SimpleNamespace(arrival=SimpleNamespace(client=client)) for client in "AAAAAB"]
+    running = [SimpleNamespace(client=client) for client in "AAAAAB"]
     slots = SimpleNamespace(running=running, _on_host=False, limits=SimpleNamespace(slots=8))
     assert ServiceSlots._arrange(slots) == 6
     assert ServiceSlots.may_join(slots, "A", ["B"])

@@ -219,9 +219,9 @@ def test_short_and_long_texts_of_longrope_take_turns_by_transformers_own_forward
         step, together = service._slots._step, []
 
         def noted(count):
-            together.append({member.arrival.prompt_length > LIMIT for member in service._slots.running})
+            together.append({arrival.prompt_length > LIMIT for arrival in service._slots.running})
             ended = step(count)
-            ends.extend(member.arrival.prompt_length for member, _ in ended)
+            ends.extend(arrival.prompt_length for arrival, _ in ended)
             return ended
 
         service._slots._step = noted

@@ -51,61 +51,57 @@ async def _answered(line: Line, answer: Callable[[Line], Awaitable[LineAnswer]])
     return LineAnswer(400, None) if line.error else await answer(line)
 
 
-class Application:
-    """Sends the lines of a batch file as requests to an ASGI application in the same process."""
+async def answer_by(app: ASGIApp, line: Line) -> LineAnswer:
+    """The answer of an application to a line. Sends it again while the queue is full, and if the models changed.
 
-    def __init__(self, app: ASGIApp):
-        self._app = app
+    Raises ConnectionError if the service has ended, or the models changed ten times.
+    """
+    changes = 0
+    while changes < MOST_CHANGES:
+        status, body = await _ask(app, line)
+        if status == 429:
+            await asyncio.sleep(PAUSE)
+        elif status != 503:
+            return LineAnswer(status, json.loads(body))
+        elif json.loads(body)["error"]["code"] == "model_changed":
+            changes += 1
+        else:
+            raise ConnectionError(f"the service has ended: {body.decode()}")
+    raise ConnectionError(f"the models changed while a line was answered, {MOST_CHANGES} times")
 
-    async def answer(self, line: Line) -> LineAnswer:
-        """The answer to a line. Sends it again while the queue is full, and if the models changed in between.
 
-        Raises ConnectionError if the service has ended, or the models changed ten times.
-        """
-        changes = 0
-        while changes < MOST_CHANGES:
-            status, body = await self._ask(line)
-            if status == 429:
-                await asyncio.sleep(PAUSE)
-            elif status != 503:
-                return LineAnswer(status, json.loads(body))
-            elif json.loads(body)["error"]["code"] == "model_changed":
-                changes += 1
-            else:
-                raise ConnectionError(f"the service has ended: {body.decode()}")
-        raise ConnectionError(f"the models changed while a line was answered, {MOST_CHANGES} times")
+async def _ask(app: ASGIApp, line: Line) -> tuple[int, bytes]:
+    """Send a line as a request to an application in this process. Returns the status and the body of its response."""
+    messages: list[Message] = [{"type": "http.request", "body": line.body, "more_body": False}]
+    status = 500
+    parts = list[bytes]()
 
-    async def _ask(self, line: Line) -> tuple[int, bytes]:
-        messages: list[Message] = [{"type": "http.request", "body": line.body, "more_body": False}]
-        status = 500
-        parts = list[bytes]()
+    async def receive() -> Message:
+        return messages.pop() if messages else await asyncio.Future()  # this client never disconnects
 
-        async def receive() -> Message:
-            return messages.pop() if messages else await asyncio.Future()  # this client never disconnects
+    async def send(message: Message) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        parts.append(message.get("body", b""))
 
-        async def send(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            parts.append(message.get("body", b""))
-
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": line.url,
-            "raw_path": line.url.encode(),
-            "query_string": b"",
-            "root_path": "",
-            "client": None,
-            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
-            "server": ("localhost", 80),
-        }
-        try:
-            await self._app(scope, receive, send)
-        except Exception:
-            if not parts:
-                raise
-            # The error was answered with a response, and logged.
-        return status, b"".join(parts)
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": line.url,
+        "raw_path": line.url.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "client": None,
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+        "server": ("localhost", 80),
+    }
+    try:
+        await app(scope, receive, send)
+    except Exception:
+        if not parts:
+            raise
+        # The error was answered with a response, and logged.
+    return status, b"".join(parts)

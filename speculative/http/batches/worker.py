@@ -6,7 +6,7 @@ from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.http.app import create_app, fingerprint_of
 from heavypath.speculative.http.batches.lines import Line
 from heavypath.speculative.http.batches.output import LineAnswer
-from heavypath.speculative.http.batches.running import Application
+from heavypath.speculative.http.batches.running import answer_by
 from heavypath.speculative.http.metrics import Metrics
 from heavypath.speculative.http.served import Limits, Served
 from heavypath.speculative.loading import Pair
@@ -64,11 +64,10 @@ class Worker:
             metrics=Metrics(self.service),
         )
         self.app = create_app(served, fingerprint_of(method, seed))
-        self._application = Application(self.app)
 
     async def answer(self, line: Line) -> LineAnswer:
         """The answer to a line. Raises ConnectionError if the service has ended."""
-        answer = await self._application.answer(line)
+        answer = await answer_by(self.app, line)
         if answer.status >= 500 and not self.service.is_open:  # not caused by the line, which must be sent again
             raise ConnectionError(f"the service has ended: {answer.body}")
         return answer
