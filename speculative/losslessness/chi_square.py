@@ -28,6 +28,11 @@ SIGNIFICANCE = 1e-6  # a right program fails less often than once in a million s
 LEAST_EXPECTED = 5  # outcomes of a cell
 
 
+def described(value: object) -> str:
+    """What an argument is, for messages: dtype and shape of a tensor, or the class of anything else."""
+    return f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
+
+
 def joint_counts(tokens: Tensor, vocab_size: int) -> Tensor:
     """How often each of the vocab_size ** T outputs occurs in tokens LongTensor[B, T]: LongTensor[vocab_size ** T]."""
     index = torch.zeros_like(tokens[:, 0])

@@ -32,6 +32,7 @@ from heavypath.speculative.losslessness.chi_square import (
     SIGNIFICANCE,
     cells_of,
     chi_square_p_value,
+    described,
     detectable_total_variation,
     expected_total_variation,
     joint_counts,
@@ -117,7 +118,7 @@ def check_losslessness(
     """
     law = _checked_law(law, sequences)
     if not isinstance(prompt, Tensor) or prompt.dtype != torch.long or prompt.ndim != 1:
-        raise TypeError(f"prompt must be a LongTensor [P], got {_described(prompt)}")
+        raise TypeError(f"prompt must be a LongTensor [P], got {described(prompt)}")
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be None or at least 1, got {batch_size}")
     texts = []
@@ -126,7 +127,7 @@ def check_losslessness(
         text = sample(prompt.repeat([*lead, 1]), seed + call)
         shape = [*lead, law.ndim]
         if not isinstance(text, Tensor) or text.dtype != torch.long:
-            raise TypeError(f"sample must return a LongTensor {shape}, got {_described(text)}: wrap it in torch.tensor")
+            raise TypeError(f"sample must return a LongTensor {shape}, got {described(text)}: wrap it in torch.tensor")
         if [*text.shape] != shape:
             raise ValueError(
                 f"sample must return the {law.ndim} new tokens {shape}, without the prompt and padded where a text "
@@ -146,7 +147,7 @@ def goodness_of_fit(texts: Tensor, law: Tensor) -> GoodnessOfFit:
     a law that is no distribution, and for too few texts to be compared with it.
     """
     if not isinstance(texts, Tensor) or texts.dtype != torch.long or texts.ndim != 2:
-        raise TypeError(f"texts must be a LongTensor [N, T], got {_described(texts)}")
+        raise TypeError(f"texts must be a LongTensor [N, T], got {described(texts)}")
     law = _checked_law(law, len(texts))
     if texts.shape[1] != law.ndim:
         raise ValueError(f"texts must have the law's {law.ndim} tokens, got {texts.shape[1]}")
@@ -206,7 +207,7 @@ def _departures(seen: Tensor, came: Tensor, law: Tensor, prefix: int, asked: int
 def _checked_law(law: Tensor, sequences: int) -> Tensor:
     """The distribution `law` in fp64 on the CPU. Raises an error if it is none, or with too few sequences for it."""
     if not isinstance(law, Tensor) or not law.is_floating_point() or len({*law.shape}) != 1:
-        raise TypeError(f"law must be probabilities [V, ..., V] with a dimension for each token, got {_described(law)}")
+        raise TypeError(f"law must be probabilities [V, ..., V] with a dimension for each token, got {described(law)}")
     law = law.detach().double().cpu()
     if not (bool((law >= 0).all()) and abs(float(law.sum()) - 1) < 1e-4):
         raise ValueError(f"law must be at least 0 everywhere and sum to 1, got a sum of {float(law.sum()):.6g}")
@@ -216,7 +217,3 @@ def _checked_law(law: Tensor, sequences: int) -> Tensor:
             f"take more, or a law of fewer tokens"
         )
     return law / law.sum()
-
-
-def _described(value: object) -> str:
-    return f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
+from heavypath.speculative.losslessness.chi_square import described
 
 MOST_TEXTS = 2**20
 CONTEXTS_PER_FORWARD = 1024
@@ -49,8 +50,7 @@ def joint_law(
     """
     filters = Filters(temperature, top_k, top_p, min_p).check()
     if not isinstance(prompt, Tensor) or prompt.dtype != torch.long or prompt.ndim != 1 or not len(prompt):
-        got = f"{prompt.dtype} {[*prompt.shape]}" if isinstance(prompt, Tensor) else type(prompt).__name__
-        raise ValueError(f"prompt must be a LongTensor [P] with at least one token, got {got}")
+        raise ValueError(f"prompt must be a LongTensor [P] with at least one token, got {described(prompt)}")
     if length < 1:
         raise ValueError(f"length must be at least 1, got {length}")
     if getattr(model, "training", False):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heavypath.speculative.losslessness.chi_square import described
 from heavypath.speculative.losslessness.drawn_trees import depths_of
 
 INTEGERS = (torch.int64, torch.int32)
@@ -48,7 +49,7 @@ def checked_outputs(outputs: Any, tokens: Tensor, parents: Sequence[int], vocab_
     most = max(depths) + 1
     shape = f"integers [{batch}, at most {most}]"
     if not isinstance(outputs, Tensor) or outputs.dtype not in INTEGERS:
-        got = f"{outputs.dtype} {[*outputs.shape]}" if isinstance(outputs, Tensor) else type(outputs).__name__
+        got = described(outputs)
         raise TypeError(f"verify must return {shape}: accepted tokens, the next one, then -1; got {got}")
     if outputs.ndim != 2 or len(outputs) != batch or not 1 <= outputs.shape[1] <= most:
         raise ValueError(f"verify must return {shape}: accepted tokens, the next one, then -1; got {[*outputs.shape]}")

@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +36,6 @@ _made: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, OrderedDict[object, S
 )
 
 
-@dataclass(frozen=True)
 class Stopping:
     """The stopping criteria of a batch, which are called for each new token of each sequence.
 
@@ -48,20 +46,17 @@ class Stopping:
     Raises ValueError if the state of a user's criterion cannot be read.
     """
 
-    input_ids: Tensor
-    criteria: StoppingCriteriaList
-
-    def __post_init__(self) -> None:
+    def __init__(self, input_ids: Tensor, criteria: StoppingCriteriaList):
+        self._input_ids = input_ids
         watched = WatchedOnes()
-        several = len(self.input_ids) > 1
-        own = [
+        several = len(input_ids) > 1
+        self._of_each: list[list[Any]] = [
             [
                 watched.of(each) if several and not (type(each) in _STATELESS or is_promised(each)) else each
-                for each in self.criteria
+                for each in criteria
             ]
-            for _ in self.input_ids
+            for _ in input_ids
         ]
-        object.__setattr__(self, "_of_each", own)
 
     def kept(self, sequence: int, new: Tensor, before: int) -> int | None:
         """Check new tokens of a sequence. Returns the number of new tokens with which it ends; None if it goes on.
@@ -70,10 +65,9 @@ class Stopping:
         new: LongTensor[any], its new tokens
         before: how many of them have been checked before, and do not end the sequence
         """
-        ids = torch.cat([self.input_ids[sequence], new])[None]
-        width = self.input_ids.shape[1]
-        own: list[Any] = self._of_each[sequence]  # pyright: ignore[reportAttributeAccessIssue]
-        calls = [each.keep if isinstance(each, WatchedCallable) else each for each in own]
+        ids = torch.cat([self._input_ids[sequence], new])[None]
+        width = self._input_ids.shape[1]
+        calls = [each.keep if isinstance(each, WatchedCallable) else each for each in self._of_each[sequence]]
         for end in range(before + 1, len(new) + 1):
             answers = [bool(call(ids[:, : width + end], None)) for call in calls]  # all of them, as in transformers
             if any(answers):
@@ -94,15 +88,6 @@ def stopping_of(
 
     Raises TypeError or ValueError for arguments of another kind.
     """
-    criteria = _checked_criteria(stop_strings, tokenizer, stopping_criteria)
-    return Stopping(input_ids, criteria) if criteria else None
-
-
-def _checked_criteria(
-    stop_strings: str | Sequence[str] | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-    stopping_criteria: Sequence[StoppingCriteria] | None,
-) -> StoppingCriteriaList:
     criteria = StoppingCriteriaList()
     if stop_strings is not None:
         strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
@@ -121,7 +106,7 @@ def _checked_criteria(
             if isinstance(criterion, ConfidenceCriteria):
                 raise ValueError("ConfidenceCriteria needs the scores of each step, which are not kept")
             criteria.append(criterion)
-    return criteria
+    return Stopping(input_ids, criteria) if criteria else None
 
 
 def _of_strings(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> StopStringCriteria:
