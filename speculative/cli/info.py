@@ -78,7 +78,8 @@ def info(as_json: AsJson = False, verbose: Verbose = False) -> None:
     kernels = facts.pop("kernels", {})
     gpus = facts.pop("gpus", [])
     rows = {name.replace("_", " "): str(value) for name, value in facts.items() if value is not None}
-    rows |= {f"gpu {number}": ", ".join(map(str, gpu.values())) for number, gpu in enumerate(gpus)}
+    for number, gpu in enumerate(gpus):
+        rows[f"gpu {number}"] = ", ".join(map(str, gpu.values()))
     rows |= {f"kernel {name}": implementation for name, implementation in kernels.items()}
     width = max(map(len, rows)) + 2
     for name, value in rows.items():
@@ -249,7 +250,8 @@ def _compiler() -> str:
     if path is None:
         return "none"
     try:
-        done = subprocess.run([path, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10)
+        command = [path, "--version"]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError) as error:
         return f"{path} ({error})"
     return f"{path} ({done.stdout.partition(chr(10))[0]})"
@@ -275,7 +277,8 @@ def _openmp() -> str:
     if not MAPS.exists():
         return "unknown"
     loaded = MAPS.read_text(encoding="utf-8")
-    return ", ".join(owner for name, owner in OPENMP.items() if re.search(rf"/{name}[-.]", loaded)) or "none"
+    owners = [owner for name, owner in OPENMP.items() if re.search(rf"/{name}[-.]", loaded)]
+    return ", ".join(owners) or "none"
 
 
 def _driver() -> str | None:

@@ -58,7 +58,9 @@ def _facts(pair: Pair) -> dict[str, Any]:
     here = installation(pair.target.device)
     if pair.target.device.type == "cpu":
         here["device"] = machine(current_load())["processor"]
-    return here | {"command": command_of(sys.argv[1:]), "date": date.today().isoformat()}
+    here["command"] = command_of(sys.argv[1:])
+    here["date"] = date.today().isoformat()
+    return here
 
 
 def command_of(arguments: Sequence[str]) -> str:

@@ -84,7 +84,9 @@ def device_of(name: str | None) -> torch.device:
         return torch.device("cuda" if count else "cpu")
     if rank_count() > 1:
         raise ValueError(f"torchrun gives each process a device of its own; leave out --device, got {name!r}")
-    here = {"cpu": torch.device("cpu")} | ({"cuda": torch.device("cuda")} if count else {})
+    here = {"cpu": torch.device("cpu")}
+    if count:
+        here["cuda"] = torch.device("cuda")
     here |= {f"cuda:{number}": torch.device("cuda", number) for number in range(count)}
     if name not in here:
         lack = "" if count else f"; PyTorch {torch.__version__} sees no GPU, `heavypath info` says more"

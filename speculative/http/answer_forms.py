@@ -60,8 +60,12 @@ class AnswerForm:
         state = None if self.reasoning is None else state_after(prompt, self.reasoning)
         if state and not self.follows_prompt:
             state = False
-        first, second = (CallReader(None) if self.calls is None else self.calls.reader() for _ in range(2))
-        return MarkedAnswer(ReasoningReader(self.reasoning, is_open=state), first, second)
+        calls = CallReader(None)
+        thinking_calls = CallReader(None)
+        if self.calls is not None:
+            calls = self.calls.reader()
+            thinking_calls = self.calls.reader()
+        return MarkedAnswer(ReasoningReader(self.reasoning, is_open=state), calls, thinking_calls)
 
 
 def answer_form(
@@ -92,5 +96,7 @@ def _may_close(request: ChatRequest, closes: tuple[str, ...]) -> bool:
     wanted = request.wanted()
     if wanted is None:
         return True
-    texts = [*(wanted[1].choice or ()), (wanted[1].regex or "").replace("\\", "")]
+    _, form = wanted
+    texts = [*(form.choice or ())]
+    texts.append((form.regex or "").replace("\\", ""))
     return any(close in text for close in closes for text in texts)

@@ -46,7 +46,8 @@ class MarkedAnswer:
         """Add the next piece of text. Returns what is certain now; what may begin a marker is held back."""
         thought, said = self._reasoning.add(text)
         thought = self._thought(thought)
-        return AnswerParts(thought, self._calls.add(said), tuple(self._calls.new_calls()))
+        said = self._calls.add(said)
+        return AnswerParts(thought, said, tuple(self._calls.new_calls()))
 
     def end(self, *, stopped: bool) -> AnswerParts:
         """Return what was held back, after the last piece. stopped: whether the model ended the text itself."""
@@ -56,7 +57,8 @@ class MarkedAnswer:
         if self.is_thinking and stopped:
             self._thinking_calls.end()
             if calls := self._thinking_calls.new_calls():
-                before = self._thinking[: self._thinking_calls.settled - self._told].rstrip()
+                certain = self._thinking_calls.settled - self._told
+                before = self._thinking[:certain].rstrip()
                 return AnswerParts(thought + before, said, tuple(calls))
         return AnswerParts(thought + self._thinking, said, tuple(self._calls.new_calls()))
 
@@ -64,7 +66,9 @@ class MarkedAnswer:
         """Add thinking. Returns its new part up to what may be a tool call; all of it once thinking has ended."""
         self._thinking += text
         self._thinking_calls.add(text)
-        certain = self._thinking_calls.settled - self._told if self.is_thinking else len(self._thinking)
+        certain = len(self._thinking)
+        if self.is_thinking:
+            certain = self._thinking_calls.settled - self._told
         thought = self._thinking[:certain]
         self._thinking = self._thinking[certain:]
         self._told += certain

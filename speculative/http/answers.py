@@ -127,10 +127,10 @@ class _Answer:
 
     def whole(self, texts: Sequence[Piece], counted: Counted, acceptance: Acceptance | None) -> dict[str, Any]:
         """The whole answer as one object. texts: one joined piece for each choice."""
-        choices = [
-            {"index": index, "logprobs": self._logprobs(text), "finish_reason": text.reason} | self._whole(text)
-            for index, text in enumerate(texts)
-        ]
+        choices = []
+        for index, text in enumerate(texts):
+            choice = {"index": index, "logprobs": self._logprobs(text), "finish_reason": text.reason}
+            choices.append(choice | self._whole(text))
         return self._head | {"object": self.whole_kind, "choices": choices} | self._numbers(counted, acceptance)
 
     def last(self, counted: Counted, acceptance: Acceptance | None) -> dict[str, Any]:
@@ -147,7 +147,9 @@ class _Answer:
 
     def _numbers(self, counted: Counted, acceptance: Acceptance | None) -> dict[str, Any]:
         numbers: dict[str, Any] = {"usage": counted.usage()}
-        return numbers | {"metrics": measures(acceptance)} if self._measured else numbers
+        if self._measured:
+            numbers["metrics"] = measures(acceptance)
+        return numbers
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         raise NotImplementedError
@@ -204,7 +206,8 @@ class ChatAnswer(_Answer):
     def _whole(self, text: Piece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text.text, "refusal": None}
         if text.calls:
-            message |= {"content": text.text.strip() or None, "tool_calls": [call.content() for call in text.calls]}
+            message["content"] = text.text.strip() or None
+            message["tool_calls"] = [call.content() for call in text.calls]
         elif text.thought:
             message["content"] = text.text or None
         if self._reasoning:
@@ -218,7 +221,9 @@ class ChatAnswer(_Answer):
         if piece.calls:
             first = self._counts.get(piece.place, 0)
             self._counts[piece.place] = first + len(piece.calls)
-            delta["tool_calls"] = [{"index": place} | call.content() for place, call in enumerate(piece.calls, first)]
+            delta["tool_calls"] = []
+            for place, call in enumerate(piece.calls, first):
+                delta["tool_calls"].append({"index": place} | call.content())
         return {"delta": delta}
 
 

@@ -54,7 +54,9 @@ def create_app(
 
     @app.get("/health")
     async def health() -> Answer:
-        return Answer({"status": "ready"}) if served.service.is_open else Answer({"status": "closed"}, 503)
+        if served.service.is_open:
+            return Answer({"status": "ready"})
+        return Answer({"status": "closed"}, 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

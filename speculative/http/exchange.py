@@ -65,7 +65,8 @@ class _ChoiceText:
         """How many of the tokens so far come before the content: thinking and its markers."""
         if self.reader is None:
             return 0
-        return bisect_left(self.stopped.begins, math.inf if self.reader.begin is None else self.reader.begin)
+        begin = math.inf if self.reader.begin is None else self.reader.begin
+        return bisect_left(self.stopped.begins, begin)
 
     def piece(self, parts: AnswerParts, reason: Reason | None = None) -> Piece:
         """Make a piece of these parts, with the log-probabilities of the tokens that came since the last piece."""
@@ -74,7 +75,15 @@ class _ChoiceText:
         scored = self.completion.logprobs[begin : self.told]
         thinking = max(0, self.thinking_tokens - begin)
         self.has_called |= bool(parts.calls)
-        return Piece(self.index, parts.said, reason, scored[thinking:], parts.calls, parts.thought, scored[:thinking])
+        return Piece(
+            self.index,
+            parts.said,
+            reason,
+            scored=scored[thinking:],
+            calls=parts.calls,
+            thought=parts.thought,
+            scored_thought=scored[:thinking],
+        )
 
 
 def sequence_id(seed: int | None, index: int) -> int | None:
@@ -278,7 +287,11 @@ class Exchange:
             return text.piece(AnswerParts(said=rest), reason)
         first = text.reader.add(rest)
         last = text.reader.end(stopped=reason == "stop")
-        parts = AnswerParts(first.thought + last.thought, first.said + last.said, first.calls + last.calls)
+        parts = AnswerParts(
+            thought=first.thought + last.thought,
+            said=first.said + last.said,
+            calls=first.calls + last.calls,
+        )
         return text.piece(parts, "tool_calls" if text.has_called or parts.calls else reason)
 
 

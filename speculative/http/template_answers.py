@@ -21,7 +21,10 @@ _UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)  # raised by the
 def closes_of(template: Mapping[str, Any]) -> tuple[str, ...]:
     """The texts that end thinking, from a tokenizer's response template; empty if it has no thinking."""
     found = [template["fields"].get(name, {}).get("close", ()) for name in REASONING_FIELDS]
-    return tuple(word for each in found for word in ((each,) if isinstance(each, str) else each))
+    words: list[str] = []
+    for each in found:
+        words += [each] if isinstance(each, str) else each
+    return tuple(words)
 
 
 def check_response_template(template: Any) -> None:
@@ -148,7 +151,8 @@ class TemplateAnswer:
                 if field == CALLS:
                     self._call_place = self._place_of_call()
             elif kind == "region_chunk" and field == CONTENT:
-                self._say(event["text"], self._base + len(self._fed) - len(event["text"]))
+                text = event["text"]
+                self._say(text, self._base + len(self._fed) - len(text))
             elif kind == "region_chunk" and field in REASONING_FIELDS:
                 self._think(event["text"])
             elif kind == "region_close":

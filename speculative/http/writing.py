@@ -39,7 +39,8 @@ class Writing:
         """
         if places <= FEW:
             return compact(make())
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: "".join(in_pieces(make())))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, lambda: "".join(in_pieces(make())))
 
 
 def in_pieces(content: Any, levels: int = LEVELS) -> Iterator[str]:

@@ -50,13 +50,11 @@ class Stopping:
         self._input_ids = input_ids
         watched = WatchedOnes()
         several = len(input_ids) > 1
-        self._of_each: list[list[Any]] = [
-            [
-                watched.of(each) if several and not (type(each) in _STATELESS or is_promised(each)) else each
-                for each in criteria
-            ]
-            for _ in input_ids
-        ]
+        self._of_each: list[list[Any]] = [[] for _ in input_ids]
+        for own in self._of_each:
+            for each in criteria:
+                keeps_state = not (type(each) in _STATELESS or is_promised(each))
+                own.append(watched.of(each) if several and keeps_state else each)
 
     def kept(self, sequence: int, new: Tensor, before: int) -> int | None:
         """Check new tokens of a sequence. Returns the number of new tokens with which it ends; None if it goes on.
@@ -67,10 +65,12 @@ class Stopping:
         """
         ids = torch.cat([self._input_ids[sequence], new])[None]
         width = self._input_ids.shape[1]
-        calls = [each.keep if isinstance(each, WatchedCallable) else each for each in self._of_each[sequence]]
         for end in range(before + 1, len(new) + 1):
-            answers = [bool(call(ids[:, : width + end], None)) for call in calls]  # all of them, as in transformers
-            if any(answers):
+            ends = False
+            for each in self._of_each[sequence]:  # all of them are called, as in transformers
+                call = each.keep if isinstance(each, WatchedCallable) else each
+                ends |= bool(call(ids[:, : width + end], None))
+            if ends:
                 return end
         return None
 

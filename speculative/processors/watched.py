@@ -90,19 +90,22 @@ class WatchedCallable:
         Returns the result, and whether the state had changed. A state that cannot be read counts as unchanged.
         """
         if self.unseen:
-            return self.processor(ids, scores), False
+            answer = self.processor(ids, scores)
+            return answer, False
         state = self.shared.enter(self)
         answer = self.processor(ids, scores)
         changed = state.has_changed()
-        if changed and keeps:
-            self.shared.moved_on(self)
-        elif changed:
-            state.put_back()
+        if changed:
+            if keeps:
+                self.shared.moved_on(self)
+            else:
+                state.put_back()
         return answer, changed
 
     def keep(self, ids: Tensor, scores: Tensor | None) -> Any:
         """Call the callable, and keep a change of its state for this sequence. Returns the result."""
-        return self.ask(ids, scores, keeps=True)[0]
+        answer, _ = self.ask(ids, scores, keeps=True)
+        return answer
 
 
 class WatchedOnes:
@@ -121,7 +124,8 @@ class WatchedOnes:
         kept = processor if kept is None else kept
         shared = self._shared.get(id(kept))
         if shared is None:
-            self._shared[id(kept)] = shared = Shared(kept)
+            shared = Shared(kept)
+            self._shared[id(kept)] = shared
             if shared.now.unseen:
                 tell(kept, shared.now.unseen)
         elif shared.now.unseen and shared.now.may_differ:

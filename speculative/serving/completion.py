@@ -200,9 +200,13 @@ class Completion:
     def _wait(self, place: float, timeout: float | None) -> bool:
         """Wait until there are tokens from index `place` on, or the end; False after `timeout` seconds."""
         with self._reading():
-            if self._outcome is not None:
+            if self._outcome is not None:  # so that it is not waited for in a forked process
                 return True
-            return self._changed.wait_for(lambda: len(self._tokens) > place or self._outcome is not None, timeout)
+
+            def has_more() -> bool:
+                return len(self._tokens) > place or self._outcome is not None
+
+            return self._changed.wait_for(has_more, timeout)
 
     @contextmanager
     def _listening(self, listener: Callable[[], object]) -> Iterator[None]:

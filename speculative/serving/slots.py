@@ -30,6 +30,7 @@ from heavypath.speculative.decoding.drafted import no_lap
 from heavypath.speculative.decoding.run import Engine, StepRunner
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.workspace import Size
+from heavypath.speculative.drafts.changes import LogitChange
 from heavypath.speculative.models.forward import host_can_read
 from heavypath.speculative.processors.steps import ProcessedSteps
 from heavypath.speculative.serving.arrivals import Arrival
@@ -192,7 +193,8 @@ class ServiceSlots:
         running = [
             [each.text if self._may_share(arrival, each) else NO_TEXT for each in self.running] for arrival in group
         ]
-        yield from self._entrance.bring(group, self._prefixes.found([each.prompt for each in group], running))
+        prompts = [arrival.prompt for arrival in group]
+        yield from self._entrance.bring(group, self._prefixes.found(prompts, running))
 
     def join(self, group: Sequence[Arrival], place: int) -> None:
         """Move request group[place], whose prompt has been read, into the first free slot.
@@ -201,7 +203,8 @@ class ServiceSlots:
         """
         arrival = group[place]
         slot = len(self.running)
-        self._processors.begin(self._rows[-1], arrival.request.input_ids[0], arrival.processors, arrival.stops, 0)
+        row = self._rows[-1]
+        self._processors.begin(row, arrival.request.input_ids[0], arrival.processors, arrival.stops, 0)
         arrival.row = self._rows.pop()
         self._workspace.receive(slot, self._entrance.room(group), place, arrival.prompt_length)
         self._state.numbers[StateField.MEMBER, slot] = arrival.row
@@ -302,7 +305,12 @@ class ServiceSlots:
         arrivals = self.running[:count]
         asked = any(arrival.processors for arrival in arrivals)
         reader = ReadLogits() if any(arrival.logprobs is not None for arrival in arrivals) else None
-        self._workspace.changes = (() if reader is None else (reader,)) + ((self._processors,) if asked else ())
+        changes: list[LogitChange] = []
+        if reader is not None:
+            changes.append(reader)
+        if asked:
+            changes.append(self._processors)
+        self._workspace.changes = tuple(changes)
         # On a GPU each number of slots needs a CUDA graph, so numbers are rounded up to powers of two.
         slots = count if self._on_host else min(self.limits.slots, 1 << (count - 1).bit_length())
         shortest = min(arrival.prompt_length + len(arrival.tokens) for arrival in arrivals) - 1

@@ -100,7 +100,8 @@ class DeviceStream(WeightStream):
         self._left = torch.cuda.current_stream(device).record_event()
         self._tally = DeviceTally()
         self._alone = threading.RLock()
-        self._in_turn = self._in_pass = self._forked = self._closed = False  # the first three: of the lock's holder
+        self._in_turn = self._in_pass = self._forked = False  # of the lock's holder
+        self._closed = False
         self._hooked: ExitStack | None = None  # the pass that a call of the model has begun
         self._leaving: tuple[int, Any] | None = None  # the layer from a file being copied, and the event after it
         self._unchecked = {*range(self.layers)}

@@ -38,7 +38,8 @@ def suite_page(results: SuiteResults, environment: Mapping[str, Any]) -> str:
         "PLOTS": "".join(_section(results.rows, temperature) for temperature in temperatures),
         "NOTES": "".join(f"<p>{escape(note)}</p>" for note in notes_on(results)),
     }
-    return re.sub("@([A-Z]+)@", lambda name: contents[name[1]], TEMPLATE.read_text(encoding="utf-8"))
+    template = TEMPLATE.read_text(encoding="utf-8")
+    return re.sub("@([A-Z]+)@", lambda name: contents[name[1]], template)
 
 
 def _section(every: Sequence[SuiteRow], temperature: float) -> str:

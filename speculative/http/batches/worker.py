@@ -54,13 +54,15 @@ class Worker:
         )
         choices = 16 * slots
         self.service = decoder.serve(slots=slots, max_tokens=max_tokens, queue=choices + at_once, seed=seed)
+        max_tokens = self.service.limits.max_tokens  # the models' positions may lower it
+        limits = Limits(max_tokens, choices=choices, body_bytes=1 << 26, seconds=None)
         served = Served(
             service=self.service,
             tokenizer=pair.tokenizer,
             name=name,
             temperature=temperature,
             eos_token_ids=pair.eos_token_ids,
-            limits=Limits(self.service.limits.max_tokens, choices=choices, body_bytes=1 << 26, seconds=None),
+            limits=limits,
             metrics=Metrics(self.service),
         )
         self.app = create_app(served, fingerprint_of(method, seed))
