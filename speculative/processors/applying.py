@@ -1,6 +1,7 @@
 """Apply a list of processors to the logits of several sequences, and check each processor's result."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,20 +12,7 @@ from heavypath.speculative.processors.kinds import BATCHED, WARPERS, Processor, 
 from heavypath.speculative.processors.matching import GrammarText, Path
 from heavypath.speculative.processors.watched import WatchedCallable
 
-
-class Change(NamedTuple):
-    """A call of a processor that changed the processor's state, which was restored.
-
-    ids, scores: the arguments of the call, LongTensor[1, T'] and fp32 [1, V]
-    """
-
-    processor: WatchedCallable
-    ids: Tensor
-    scores: Tensor
-
-    def make_again(self) -> None:
-        """Repeat the call, and keep the changed state."""
-        self.processor.keep(self.ids.clone(), self.scores.clone())
+Change = Callable[[], object]  # repeats a call that changed a processor's state, and keeps the changed state
 
 
 class AskedText(NamedTuple):
@@ -32,7 +20,7 @@ class AskedText(NamedTuple):
 
     processors: the sequence's processors, in the order of the calls
     path: the drafted tokens of the sequence. Grammars read these alone, because they have read the other tokens before
-    changes: `applied` appends each call that changed a processor's state
+    changes: `applied` appends a `Change` for each call that changed a processor's state
     """
 
     processors: Sequence["Processor | GrammarText | WatchedCallable"]
@@ -62,14 +50,20 @@ def applied(rows: Sequence[AskedText], ids: Tensor, scores: Tensor, *, of_target
             shown = scores.amax(-1) != -torch.inf
             if not shown.all():
                 numbers = shown.nonzero()[:, 0]
-                own = [rows[row]._replace(processors=[rows[row].processors[index]]) for row in numbers.tolist()]
+                own = []
+                for row in numbers.tolist():
+                    of_row = rows[row]
+                    own.append(of_row._replace(processors=[of_row.processors[index]]))
                 if own:
                     found = applied(own, ids[numbers], scores[numbers], of_target=of_target, twice=twice)
                     scores = scores.index_copy(0, numbers, found)
                 continue
         if isinstance(processor, GrammarText):
-            own = [(row.processors[index], row.path) for row in rows]
-            words = [each.words_after(path) for each, path in own if isinstance(each, GrammarText)]
+            words = []
+            for asked in rows:
+                grammar = asked.processors[index]
+                assert isinstance(grammar, GrammarText)
+                words.append(grammar.words_after(asked.path))
             scores = masked(scores, torch.stack(words))
         elif type(processor) in BATCHED:
             scores = _answer(processor, ids, scores)
@@ -104,7 +98,8 @@ def _call_for_row(
         return _answer(processor, ids.clone(), scores.clone())
     answer, changed = processor.ask(ids.clone(), scores.clone())
     if changed and note:
-        rows[row].changes.append(Change(processor, ids, scores))
+        again = partial(processor.keep, ids.clone(), scores.clone())
+        rows[row].changes.append(again)
     return _checked(answer, processor.processor, scores)
 
 

@@ -194,8 +194,8 @@ class StepProcessors(LogitChange):
         lengths = verified.length.tolist()
         for (slot, node), changes in self._changes.items():
             if node in paths[slot][: lengths[slot] + 1]:
-                for change in changes:
-                    change.make_again()
+                for make_again in changes:
+                    make_again()
         for slot, node in self._dead:
             sequence = self._sequences[slot]
             depth = paths[slot].index(node) if node in paths[slot][: lengths[slot] + 1] else None

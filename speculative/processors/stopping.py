@@ -90,7 +90,9 @@ def stopping_of(
     """
     criteria = StoppingCriteriaList()
     if stop_strings is not None:
-        strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+        strings = list(stop_strings)
+        if isinstance(stop_strings, str):
+            strings = [stop_strings]
         if not strings or not all(isinstance(string, str) and string for string in strings):
             raise ValueError(f"stop_strings must be one or more strings that are not empty, got {stop_strings!r}")
         if tokenizer is None:
@@ -115,8 +117,11 @@ def _of_strings(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> S
     Making one reads the whole vocabulary, which takes seconds if it is large. A tokenizer that has changed since gets a
     new one.
     """
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    how_tokens_are_spelled = decoder.__getstate__() if hasattr(decoder, "__getstate__") else None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = getattr(backend, "decoder", None)
+    how_tokens_are_spelled = None
+    if hasattr(decoder, "__getstate__"):
+        how_tokens_are_spelled = decoder.__getstate__()
     key = len(tokenizer), how_tokens_are_spelled, tuple(strings)
     with _lock:
         made = _made.setdefault(tokenizer, OrderedDict())

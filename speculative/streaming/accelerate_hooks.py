@@ -75,11 +75,6 @@ def offloaded(model: nn.Module) -> Iterator[Offloaded]:
                     yield Offloaded(module, name, f"{weights.prefix}{name}", weights.dataset, device)
 
 
-def is_offloaded(model: nn.Module) -> bool:
-    """Whether accelerate's hooks load weights of the model when they are needed."""
-    return any(True for _ in offloaded(model))
-
-
 def device_of(tensors: list[Offloaded]) -> torch.device:
     """The device that the tensors are loaded to.
 

@@ -32,8 +32,9 @@ from heavypath.speculative.models.layer_weights import StreamCounts, WeightStrea
 from heavypath.speculative.streaming.device_tally import DeviceTally
 from heavypath.speculative.streaming.host_layers import HostLayers
 from heavypath.speculative.streaming.layout import Packing
+from heavypath.speculative.streaming.memory import SLOTS
 from heavypath.speculative.streaming.source import Place
-from heavypath.speculative.streaming.stream import SLOTS, check_layer
+from heavypath.speculative.streaming.stream import check_layer
 
 Copy = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]  # tensors of a layer from those of the host
 

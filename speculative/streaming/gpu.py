@@ -17,9 +17,8 @@ from heavypath.speculative.models.linear import free_memory
 from heavypath.speculative.streaming.accelerate_hooks import Offloaded, detach_hooks, put
 from heavypath.speculative.streaming.device import DeviceStream
 from heavypath.speculative.streaming.layout import Packing
-from heavypath.speculative.streaming.memory import bytes_of, resident_layers
+from heavypath.speculative.streaming.memory import SLOTS, bytes_of, resident_layers
 from heavypath.speculative.streaming.source import Place
-from heavypath.speculative.streaming.stream import SLOTS
 
 logger = logging.getLogger(__name__)
 

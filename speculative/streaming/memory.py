@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Sequence
 
+SLOTS = 2  # layers that pass through memory at a time: one that computes, and the next
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -30,8 +31,6 @@ def resident_layers(sizes: Sequence[int], memory: int, wanted: Collection[int], 
 
     Raises ValueError if the memory is too small for the wanted layers and two others.
     """
-    from heavypath.speculative.streaming.stream import SLOTS
-
     if sum(sizes) <= memory:
         return [*range(len(sizes))]
     chosen = sorted({*wanted})

@@ -18,7 +18,6 @@ from heavypath.speculative.streaming.accelerate_hooks import (
     check_plain,
     detach_hooks,
     device_of,
-    is_offloaded,
     offloaded,
     place_of,
     put,
@@ -124,7 +123,9 @@ def stream_layers(
 
 def streamed_if_offloaded(model: PreTrainedModel) -> WeightStream | None:
     """The stream of a model: the one that it has, or a new one if accelerate's hooks load its weights; else None."""
-    return stream_layers(model) if is_offloaded(model) else stream_of(model)
+    if any(offloaded(model)):
+        return stream_layers(model)
+    return stream_of(model)
 
 
 def layers_in(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:

@@ -19,11 +19,11 @@ from torch import Tensor
 from heavypath.speculative.models.forward import check_finite
 from heavypath.speculative.models.layer_weights import StreamCounts, WeightStream
 from heavypath.speculative.streaming.layout import Layout
+from heavypath.speculative.streaming.memory import SLOTS
 from heavypath.speculative.streaming.slots import LayerSlots
 from heavypath.speculative.streaming.source import LayerSource
 
 READERS = 4  # threads that read: a disk is faster with several requests at a time
-SLOTS = 2  # one for the layer that computes, one for the next
 
 
 class LayerStream(WeightStream):
@@ -47,7 +47,8 @@ class LayerStream(WeightStream):
     def __init__(self, layers: Sequence[LayerSource], resident: Collection[int] = (), slots: int = SLOTS):
         self.layers = len(layers)
         self.resident = frozenset(resident)
-        if slots < SLOTS or not self.resident <= {*range(self.layers)}:
+        every = {*range(self.layers)}
+        if slots < SLOTS or not self.resident <= every:
             raise ValueError(
                 f"expected at least {SLOTS} slots and resident layers within 0 .. {self.layers - 1}, "
                 f"got {slots} and {sorted(self.resident)}"
@@ -56,7 +57,7 @@ class LayerStream(WeightStream):
         self.nbytes = self.slots.nbytes
         self.on_take: Callable[[int], None] | None = None
         self._alone = threading.RLock()
-        self._unchecked = {*range(self.layers)}
+        self._unchecked = every
         self._threads = [
             threading.Thread(target=_work, args=(self.slots,), name=f"heavypath reader {number}", daemon=True)
             for number in range(READERS)
