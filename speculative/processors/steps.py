@@ -22,7 +22,7 @@ from heavypath.speculative.processors.applying import AskedText, Change, applied
 from heavypath.speculative.processors.grammar import Grammar, GrammarProcessor
 from heavypath.speculative.processors.kinds import STATELESS, Processor
 from heavypath.speculative.processors.matching import GrammarText, Path
-from heavypath.speculative.processors.texts import SequenceState, names_of
+from heavypath.speculative.processors.sequence_state import SequenceState, names_of
 from heavypath.speculative.processors.watched import WatchedCallable, WatchedOnes, is_promised
 
 if TYPE_CHECKING:
