@@ -4,7 +4,6 @@ A rank waits for another one until the timeout of the process group, which is se
 that ends closes its connections, which the others notice at once.
 """
 
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -19,21 +18,13 @@ T = TypeVar("T")
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 
 
-@dataclass(frozen=True)
 class Ranks(Communication):
     """The collectives between the processes of a torch.distributed group, over which transformers has split a model."""
 
-    group: dist.ProcessGroup
-
-    @property
-    def rank(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The number of this process, from 0."""
-        return self.group.rank()
-
-    @property
-    def count(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The number of processes."""
-        return self.group.size()
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.rank = group.rank()
+        self.count = group.size()
 
     def add(self, part: Tensor) -> Tensor:
         """The sum of all ranks' tensors, which have one shape. If `part` is contiguous, the sum overwrites it."""
@@ -60,7 +51,8 @@ class Ranks(Communication):
             part = nn.functional.pad(part, (0, widest - part.shape[1]))
         every = part.new_empty(self.count * rows, widest)
         _all_gather(every, part.contiguous(), group=self.group)
-        return every.view(self.count, rows, widest).transpose(0, 1).reshape(rows, -1)[:, :columns]
+        by_row = every.view(self.count, rows, widest).transpose(0, 1)  # [rows, ranks, widest]
+        return by_row.reshape(rows, -1)[:, :columns]
 
     def exchange(self, what: T) -> list[T]:
         """Send an object that can be pickled to all ranks. Returns the objects of all ranks, by rank."""
@@ -98,8 +90,11 @@ def whole_ranks(models: list[Ranks | None]) -> Ranks | None:
 
     Raises ValueError for models that are split over different ranks.
     """
-    found = {ranks for ranks in models if ranks is not None}
+    found: dict[dist.ProcessGroup, Ranks] = {}
+    for ranks in models:
+        if ranks is not None:
+            found[ranks.group] = ranks
     if len(found) > 1:
-        sizes = " and ".join(str(ranks.count) for ranks in found)
+        sizes = " and ".join(str(ranks.count) for ranks in found.values())
         raise ValueError(f"target and draft must be split over the same processes, got groups of {sizes}")
-    return found.pop() if found else None
+    return next(iter(found.values()), None)
