@@ -79,13 +79,15 @@ def choose_layers(
         report(f"the target writes text {index} of {len(prompts)}")
         texts.append(writer.generate(prompt, tokens, temperature, seed=seed + index, eos_token_id=None).sequences)
     lengths = [prompt.shape[1] for prompt in prompts]
-    laws = [_laws(whole, text, length, temperature) for text, length in zip(texts, lengths, strict=True)]
+    distributions = [
+        _distributions(whole, text, length, temperature) for text, length in zip(texts, lengths, strict=True)
+    ]
 
     def choice(layers: tuple[int, ...]) -> LayerChoice:
         forward = forward_of(target, "draft", layers=layers)
         overlaps = [
-            torch.minimum(law, _laws(forward, text, length, temperature)).sum(-1).mean()
-            for law, text, length in zip(laws, texts, lengths, strict=True)
+            torch.minimum(of_whole, _distributions(forward, text, length, temperature)).sum(-1).mean()
+            for of_whole, text, length in zip(distributions, texts, lengths, strict=True)
         ]
         overlap = float(torch.stack(overlaps).mean())
         share = draft_parameter_count(EarlyExit(layers), target) / parameter_count(target)
@@ -112,7 +114,7 @@ def _best_chain(overlap: float, share: float) -> tuple[int, float]:
 
 
 @torch.inference_mode()
-def _laws(forward: Forward, text: Tensor, length: int, temperature: float) -> Tensor:
+def _distributions(forward: Forward, text: Tensor, length: int, temperature: float) -> Tensor:
     """The distributions of the tokens of a sequence LongTensor[1, T] from index `length` on, fp32 [T - length, V]."""
     count = text.shape[1] - 1
     cache = forward.new_cache(1, count)

@@ -63,7 +63,7 @@ def chosen_tree(
         chosen_by = f"by costs estimated for {estimated_for(target)}" + f" and {length:,} tokens" * (length > 0)
     if isinstance(tree, TokenTree):
         tree, _ = tree.reordered("heavy_path")
-    elif draft.laws > 1:
+    elif draft.root_distributions > 1:
         raise ValueError(
             f"trees of method {method!r} grow, and a Merge needs to know which of its drafts draws a node; take a "
             "method with static trees, as specinfer, or Mixture for Merge"

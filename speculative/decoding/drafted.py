@@ -48,7 +48,7 @@ class Drafted(NamedTuple):
     draft_rows:  LongTensor[B, N], each node's row in the draft's cache, counted from the end of the prefix; None if it
                  is the node's number
     logits:      [B, N, V], the draft's after each node, undefined after leaves; None for trees of only a root. With D
-                 drafts (`laws`) [B, N + D - 1, V]: D - 1 more rows, the logits of drafts 2 .. D after the root
+                 drafts (`Merge`) [B, N + D - 1, V]: D - 1 more rows, the logits of drafts 2 .. D after the root
     """
 
     tokens: Tensor

@@ -32,7 +32,7 @@ class TreeLevel:
     nodes:         the n nodes
     mask:          bool [n, N], which of the tree's nodes each of them attends to
     logit_rows:    LongTensor[l], where the logits after these nodes are stored among the tree's. l is n, but after the
-                   root it is D, the number of distributions that a draft has there (`Draft.laws`)
+                   root it is D, the number of distributions that a draft has there (`Draft.root_distributions`)
     branches:      LongTensor[n], the draw number of the root's child above each node, see `Feed`
     children:      LongTensor[m], the numbers of the children in the tree
     draws:         LongTensor[m]: child i is draw number `draws[i]` of the l * most_children draws that are made
@@ -184,31 +184,31 @@ def _drafted(tree: DeviceTree, tokens: Tensor, inputs: NodeInputs, logits: Tenso
 
 def static(tree: TokenTree, depth: int, draft: Draft, rules: Rules, device: torch.device) -> StaticDrafter:
     """The drafter of the top `depth` levels of a static tree; for 0 levels, of the root alone."""
-    top = device_tree(tree, depth, device, draft.laws)
+    top = device_tree(tree, depth, device, draft.root_distributions)
     return StaticDrafter(top, rules, alone=device_tree(ROOT, 0, device))
 
 
-def device_tree(whole: TokenTree, depth: int, device: torch.device, laws: int = 1) -> DeviceTree:
+def device_tree(whole: TokenTree, depth: int, device: torch.device, root_distributions: int = 1) -> DeviceTree:
     """Make the `DeviceTree` of the top `depth` levels of a tree.
 
-    laws: D, the number of distributions that a draft has after the root; its child j is drawn from number j mod D
+    root_distributions: D, the number that a draft has after the root; its child j is drawn from number j mod D
     """
     tree, whole_numbers = whole.truncated(depth)
     mask = tree.mask()
     size = len(tree)
     levels = []
-    further = size + torch.arange(laws - 1 if tree.depth else 0, device="cpu")
+    further = size + torch.arange(root_distributions - 1 if tree.depth else 0, device="cpu")
     branches = ((mask & (tree.depths == 1)) * tree.ranks).sum(1)
     for level in range(tree.depth):
         children = (tree.depths == level + 1).nonzero()[:, 0]
         nodes, parent = tree.parents[children].unique(return_inverse=True)
         logit_rows = nodes
-        law = parent  # of each child, the distribution it is drawn from, and the number of the draw
+        drawn_from = parent  # of each child, the distribution it is drawn from, and the number of the draw
         draw = tree.ranks[children]
         if level == 0:
             logit_rows = torch.cat([nodes, further])
-            law = draw % laws
-            draw = draw // laws
+            drawn_from = draw % root_distributions
+            draw = draw // root_distributions
         most_children = int(draw.max()) + 1
         levels.append(
             TreeLevel(
@@ -217,7 +217,7 @@ def device_tree(whole: TokenTree, depth: int, device: torch.device, laws: int = 
                 logit_rows=logit_rows.to(device),
                 branches=branches[nodes].to(device),
                 children=children.to(device),
-                draws=(law * most_children + draw).to(device),
+                draws=(drawn_from * most_children + draw).to(device),
                 most_children=most_children,
             )
         )

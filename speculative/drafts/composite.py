@@ -293,7 +293,7 @@ def parts_for(drafts: Sequence[Any], kind: str, target: Forward, model: PreTrain
     kind: the composite's name in messages; target, model: as in `as_draft`. Raises ValueError for a Merge among them.
     """
     parts = [as_draft(each, target, model) for each in drafts]
-    if any(part.laws > 1 for part in parts):
+    if any(part.root_distributions > 1 for part in parts):
         raise ValueError(f"a Merge has paths of its own, and is no part of a {kind}")
     return parts
 

@@ -89,7 +89,8 @@ class Draft:
 
     name: for messages, if the draft has no model
     levels: how many levels of a tree it can draft; None for any number
-    laws: number of distributions at the root of a static tree; the root's children are drawn from them in turn
+    root_distributions: how many the draft has after the root of a static tree, whose children are drawn from them in
+        turn
     extra_nodes: the most nodes that its `changes` add to a pass of the target
     forward: its forward pass; None without weights
     keeps_state: whether it has a recurrent state
@@ -102,7 +103,7 @@ class Draft:
 
     name: str = "draft"
     levels: int | None = None
-    laws: int = 1
+    root_distributions: int = 1
     extra_nodes: int = 0
     forward: Any = None
     reads_target: bool = False
@@ -153,8 +154,8 @@ class Draft:
     def rules(self, rules: Any) -> Any:
         """The `Rules` by which its steps draw and verify: the method's `rules`, or a copy with another verifier.
 
-        A draft with several `laws` needs a verifier for several distributions at the root, if the method's
-        verification uses the draft's distributions.
+        A draft with several `root_distributions` needs a verifier for these, if the method's verification uses the
+        draft's distributions.
         """
         return rules
 

@@ -70,7 +70,7 @@ class MergeDraft(CompositeDraft):
 
     def __init__(self, parts: list[Draft], device: torch.device):
         super().__init__(parts, device)
-        self.laws = len(parts)
+        self.root_distributions = len(parts)
 
     def __call__(self, feed: Feed, cache: CompositeCache) -> Tensor:
         """The logits after each node by the draft that drafts there, fp32 [B, n, V].
@@ -82,7 +82,7 @@ class MergeDraft(CompositeDraft):
         logits = torch.stack([part(feed, own)[:, after:].float() for part, own in every], 1)  # [B, D, n, V]
         if feed.branches is None:
             return logits[:, :, -1]
-        return logits[:, feed.branches % self.laws, torch.arange(logits.shape[2], device=logits.device)]
+        return logits[:, feed.branches % self.root_distributions, torch.arange(logits.shape[2], device=logits.device)]
 
     def rules(self, rules: Any) -> Any:
         """The method's rules, with a `MergeVerifier` if the method's verification uses the draft's distributions.
@@ -92,17 +92,17 @@ class MergeDraft(CompositeDraft):
         if rules.verification == "own":
             raise ValueError(
                 "a user's verifier gets one draft distribution for each node, and a Merge has "
-                f"{self.laws} at the root; pass no verifier, or use Mixture instead of Merge"
+                f"{self.root_distributions} at the root; pass no verifier, or use Mixture instead of Merge"
             )
         if rules.verification not in DRAFT_AWARE:
             return rules
-        verifier = MergeVerifier(rules.verification, rules.replacement, self.laws)
+        verifier = MergeVerifier(rules.verification, rules.replacement, self.root_distributions)
         return replace(rules, verification="own", verifier=verifier)
 
     @property
     def why_not_measured(self) -> str:
         """Why its acceptance cannot be measured token by token, in words."""
-        return f"in a Merge the root's first {self.laws} children are drawn from different drafts"
+        return f"in a Merge the root's first {self.root_distributions} children are drawn from different drafts"
 
 
 @dataclass(frozen=True)
@@ -142,10 +142,10 @@ class MergeVerifier:
         target = target_logits
         of_nodes = None if draft_logits is None else draft_logits[:, :count]
         if draft_logits is not None and draft_filters.temperature > 0:
-            laws = torch.cat([draft_logits[:, :1], draft_logits[:, count:]], 1)
+            distributions = torch.cat([draft_logits[:, :1], draft_logits[:, count:]], 1)
             target = filtered_scores(target, target_filters)
             target_filters = Filters()
-            shares, left = self.decided(nodes, target[:, 0], filtered_scores(laws, draft_filters), max_depth)
+            shares, left = self.decided(nodes, target[:, 0], filtered_scores(distributions, draft_filters), max_depth)
             # The last node in depth-first order is a leaf, so its noise row has not been used to draw children.
             assert noise.rows is not None
             last = Noise(noise.seed, noise.rows[:, -1].contiguous())
@@ -166,7 +166,7 @@ class MergeVerifier:
             )
         )
 
-    def decided(self, nodes: Nodes, target: Tensor, laws: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
+    def decided(self, nodes: Nodes, target: Tensor, distributions: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
         """The probabilities of what happens at the root, fp64 [B, K + 1]: none of its K children is accepted, or each.
 
         The second result is P_{K+1}, from which the next token is drawn if none is accepted, fp64 [B, V].
@@ -174,7 +174,7 @@ class MergeVerifier:
         nodes: with fields [B, N]
         max_depth: levels of the trees; on a GPU it bounds K
         target: scores [B, V] whose softmax is P
-        laws: scores [B, D, V] whose softmax are the drafts' distributions
+        distributions: scores [B, D, V] whose softmax are the drafts' distributions
 
         A child drawn after its draft's support was used up was not drawn from that distribution: it counts as a point
         mass.
@@ -183,7 +183,7 @@ class MergeVerifier:
         # On a GPU the host cannot read the number of children. A bound: the deepest path contains only one of them.
         most = int(below_root.sum(1).max()) if host_can_read(target.device) else nodes.tokens.shape[1] - max_depth
         left = target.double().softmax(-1)
-        own = laws.double().softmax(-1).unbind(1)
+        own = distributions.double().softmax(-1).unbind(1)
         own = [*own]
         rest = torch.ones_like(left[:, :1])
         shares = []

@@ -47,7 +47,7 @@ class _TemperedDraft(Draft):
     def __init__(self, draft: Draft, temperatures: Sequence[float]):
         self._draft = draft
         self._temperatures = temperatures
-        self.laws = draft.laws
+        self.root_distributions = draft.root_distributions
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         logits = self._draft(feed, cache)

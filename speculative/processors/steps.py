@@ -280,7 +280,7 @@ class ProcessedDraft(Draft):
     def __init__(self, draft: Draft, step: StepProcessors):
         self._draft = draft
         self._step = step
-        self.laws = draft.laws
+        self.root_distributions = draft.root_distributions
         self._paths: list[dict[int, Path | None]] = []  # for each sequence: node number -> path
         self._columns: dict[int, int] = {}  # node number -> column of `_above`, for the nodes of the level above
         self._above = torch.empty(0, device="cpu")  # the processed logits of the level above
@@ -288,15 +288,16 @@ class ProcessedDraft(Draft):
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """The processed logits after the nodes of a level, fp32 [B, n, V].
 
-        For the first feed, only the logits after the root are returned: [B, D, V] with D = the draft's `laws`.
+        For the first feed, only the logits after the root are returned: [B, D, V], with D of the draft's
+        `root_distributions`.
         """
         after = self._draft(feed, cache)
         self._step.lap("draft")
         if feed.level == 0:
-            after = after[:, -self.laws :]
+            after = after[:, -self.root_distributions :]
             self._paths = [{0: ()} for _ in after]
             self._columns = {0: 0}
-            nodes = [[0] * self.laws] * len(after)
+            nodes = [[0] * self.root_distributions] * len(after)
         else:
             nodes = self._note(feed)
             self._columns = {node: column for column, node in enumerate(nodes[0])}

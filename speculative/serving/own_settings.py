@@ -33,10 +33,10 @@ class _Scored(Draft):
     def __init__(self, draft: Draft, settings: Tensor):
         self._draft = draft
         self._settings = settings
-        self.laws = draft.laws
+        self.root_distributions = draft.root_distributions
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """Scores [B, n, V] after the n nodes of a feed; for a step's first feed, of the root's D distributions."""
         logits = self._draft(feed, cache)
-        last = logits[:, -self.laws :] if feed.news else logits
+        last = logits[:, -self.root_distributions :] if feed.news else logits
         return step_kernels(last.device).sequence_scores(last, self._settings)
