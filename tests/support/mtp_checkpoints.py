@@ -1,19 +1,72 @@
-"""Tiny targets whose checkpoints have a layer for multi-token prediction, as DeepSeek and Z.ai publish them."""
+"""Tiny targets whose checkpoints have a layer for multi-token prediction, as its authors publish them."""
 
 import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from families import EXPERTS, tiny
+from families import EXPERTS, LATENT, tiny
+from mtp_oracle import MtpOracle
+from recurrent_families import COMMON, GDN, recurrent
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from heavypath.speculative.drafts.mtp.draft import MtpConfig, MtpHead
 
+AFTER = ("enorm", "hnorm", "shared_head.norm", "eh_proj", "")
+IN_MTP = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc", "layers.0.")
 GLM = EXPERTS | {
     "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "partial_rotary_factor": 0.5,
     "use_qk_norm": True,
 }  # fmt: skip
-KINDS = {"glm4_moe": GLM, "deepseek_v3": {}}
-LAYERS = 2  # of the targets, so that the layer has this number
+EXAONE = EXPERTS | {
+    "n_group": 1, "topk_group": 1, "num_hidden_layers": 4, "sliding_window": 6, "first_k_dense_replace": 1
+}  # fmt: skip
+MELLUM = EXPERTS | {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]}
+TWO = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+
+
+def that_sees(kind, text):
+    """A random model that reads images, too."""
+    torch.manual_seed(3)
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision)
+    model = AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+class Kind(NamedTuple):
+    """How a type of target is made, and where its checkpoints have the layer.
+
+    names: of three norms and a product, and the beginning of the block's names, see `MtpOracle`
+    alike: index of the target's layer, counted from the last, that has the block's shapes
+    window, turns: as in `MtpOracle`
+    """
+
+    settings: dict[str, Any]
+    names: tuple[str, ...] = AFTER
+    make: Callable[..., Any] = tiny
+    alike: int = -1
+    window: int | None = None
+    turns: bool = True
+
+
+KINDS = {
+    "glm4_moe": Kind(GLM),
+    "deepseek_v3": Kind({}),
+    "glm4_moe_lite": Kind(EXPERTS | LATENT),
+    "hy_v3": Kind(EXPERTS, ("enorm", "hnorm", "final_layernorm", "eh_proj", "")),
+    "exaone_moe": Kind(EXAONE, IN_MTP, alike=0, turns=False),
+    "mellum": Kind(MELLUM, IN_MTP, window=6),
+    "qwen3_next": Kind(TWO, IN_MTP, recurrent.__wrapped__),
+    "qwen3_5_text": Kind(TWO, IN_MTP, recurrent.__wrapped__),
+    "qwen3_5_moe_text": Kind(TWO, IN_MTP, recurrent.__wrapped__),
+    "qwen3_5": Kind({"text": COMMON | GDN | TWO | {"head_dim": 16}}, IN_MTP, that_sees),
+}
 
 
 def random_mtp(target, seed=5, scale=0.3):
@@ -43,31 +96,65 @@ def mtp_of(target):
     return head.requires_grad_(False).eval()
 
 
-def published(mtp, target):
-    """The tensors of the layer by the names that they are published by."""
-    found = {}
-    for name, tensor in mtp.layers[0].state_dict().items():
-        name = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
-        if name == "mlp.experts.gate_up_proj":
-            for index, both in enumerate(tensor):
-                gate, up = both.chunk(2)
-                found[f"mlp.experts.{index}.gate_proj.weight"] = gate
-                found[f"mlp.experts.{index}.up_proj.weight"] = up
-        elif name == "mlp.experts.down_proj":
-            found |= {f"mlp.experts.{index}.down_proj.weight": each for index, each in enumerate(tensor)}
-        else:
-            found[name] = tensor
-    found["embed_tokens.weight"] = target.get_input_embeddings().weight
-    found["shared_head.head.weight"] = target.get_output_embeddings().weight
-    return {f"model.layers.{LAYERS}.{name}": tensor.detach().clone().contiguous() for name, tensor in found.items()}
+def prefix_of(kind, target):
+    """The beginning of the names of all of the layer's tensors."""
+    return "mtp." if KINDS[kind].names == IN_MTP else f"model.layers.{target.config.num_hidden_layers}."
 
 
-def save_target_with_mtp(kind, folder, change=lambda tensors: None):
-    """A target of this type and transformers' MTP model of it; both are in one checkpoint in the folder."""
-    target = tiny(kind, **KINDS[kind])
-    mtp = random_mtp(target)
+def published(kind, target, tensors, seed=5, scale=0.3):
+    """Random tensors of the layer by their published names, without the prefix: of the shapes that a layer has here.
+
+    tensors: the target's, as they are published
+    """
+    first, second, last, joining, block = KINDS[kind].names
+    text = target.config.get_text_config()
+    layers, width = text.num_hidden_layers, text.hidden_size
+    alike = f"layers.{range(layers)[KINDS[kind].alike]}."
+    shapes = {f"{block}{name.split(alike)[1]}": each.shape for name, each in tensors.items() if alike in name}
+    shapes |= {f"{name}.weight": (width,) for name in (first, second, last)} | {f"{joining}.weight": (width, 2 * width)}
+    noise = torch.Generator().manual_seed(seed)
+    return {
+        name: scale * torch.randn(shape, generator=noise) + float("norm" in name)
+        for name, shape in sorted(shapes.items())
+    }
+
+
+def save_target_with_mtp(kind, folder, change=lambda tensors: None, **settings):
+    """A target of this type, whose checkpoint in the folder has a layer; returns both, see `published`."""
+    target = KINDS[kind].make(kind, **KINDS[kind].settings | settings)
     target.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors") | published(mtp, target)
+    tensors = load_file(folder / "model.safetensors")
+    own = published(kind, target, tensors)
+    prefix = prefix_of(kind, target)
+    tensors |= {prefix + name: each for name, each in own.items()}
+    if prefix != "mtp.":  # copies of the target's, which need not be read
+        tensors[f"{prefix}embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
+        tensors[f"{prefix}shared_head.head.weight"] = target.get_output_embeddings().weight.detach().clone()
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return target, mtp
+    return target, own
+
+
+def oracle_of(kind, target, own):
+    """What the published tensors say by the formulas."""
+    rope = target.config.get_text_config().rope_parameters
+    own_rope = rope.get("sliding_attention", rope)
+    return MtpOracle(target, own, KINDS[kind].names, own_rope, KINDS[kind].window, KINDS[kind].turns)
+
+
+def stack_experts(tensors, prefix):
+    """Store the experts of the layers whose names begin so as stacks, in place, as some checkpoints have them."""
+    parts = {}
+    for name in [name for name in tensors if name.startswith(prefix) and ".experts." in name]:
+        before, _, last = name.partition(".experts.")
+        index, part, _ = last.split(".")
+        parts.setdefault(before, {})[int(index), part] = tensors.pop(name)
+    for before, own in parts.items():
+        each = [[own[index, f"{part}_proj"] for index in range(4)] for part in ("gate", "up", "down")]
+        tensors[f"{before}.experts.gate_up_proj"] = torch.cat([torch.stack(each[0]), torch.stack(each[1])], 1)
+        tensors[f"{before}.experts.down_proj"] = torch.stack(each[2])
+
+
+def padded(prompt):
+    """A prompt without its first token, padded, and the whole one, with their mask."""
+    return torch.cat([pad(prompt[:, 1:], (1, 0)), prompt]), torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6])

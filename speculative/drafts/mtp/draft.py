@@ -1,4 +1,4 @@
-"""A layer for multi-token prediction (MTP), as in DeepSeek-V3 and GLM-4.5, as a draft.
+"""A layer for multi-token prediction (MTP), as in DeepSeek-V3, GLM-4.5 and Qwen3.5, as a draft.
 
 With f_i the target's hidden state of token i after its final norm, and E its embedding, entry i is
 
@@ -11,6 +11,8 @@ Technical Report", sec. 2.2; transformers' `MtpModel` computes the first level.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -77,19 +79,28 @@ class MtpDraft(EntriesDraft):
         if target.ranks is not None:
             raise ValueError("an MTP layer drafts for a target in one process, got one that is split over several")
         self._layer: Any = head.layer
+        config = self._layer.config
+        kind = (getattr(config, "layer_types", None) or ["full_attention"])[0]
+        self._window = config.sliding_window if kind == "sliding_attention" else None
         self._rotary: Any = target.model.get_decoder().rotary_emb
+        if "layer_type" in signature(self._rotary.forward).parameters:
+            self._rotary = partial(self._rotary, layer_type=kind)
         self._embedded = target.parts.embedded(target.embedding)
 
     def new_cache(self, batch: int, rows: int) -> HeadCache:
         """An empty cache of `rows` rows for each of `batch` sequences; keys and values have the shape of one target
         layer.
         """
-        own = self.target.new_cache(1, 1).keys
+        own: Any = self.target.new_cache(1, 1)
         width = self.config.hidden_size
-        heads = own.shape[1] // self.target.layers
-        columns = own.shape[3]
         return HeadCache(
-            batch, rows, (width, width), layers=1, kv_heads=heads, head_dim=columns, like=self._layer.enorm.weight
+            batch,
+            rows,
+            (width, width),
+            layers=1,
+            kv_heads=own.keys.shape[1] // len(own),
+            head_dim=own.keys.shape[3],
+            like=self._layer.enorm.weight,
         )
 
     def run(
@@ -107,14 +118,17 @@ class MtpDraft(EntriesDraft):
         embedded = self._embedded(tokens)
         attention_mask = None
         arguments = {}
+        first_rows: list[int] = []
         if self._layer.config._attn_implementation == NAME:
-            attend = mask.attention(self.dtype, {None})[None]
+            attend = mask.attention(self.dtype, {self._window})[self._window]
             arguments["tree_attend"] = lambda query, key, value, scale, window: attend(query, key, value, scale)
         else:
-            attention_mask = mask.biases(self.dtype, {None})[None].expand(len(tokens), -1, -1, -1)
+            biases = mask.biases(self.dtype, {self._window})[self._window]
+            attention_mask = biases.expand(len(tokens), -1, -1, -1)
+            first_rows = [mask.visible_rows - biases.shape[-1]]
         # Positional arguments: transformers 5.24 has another name for the cache.
         angles = self._rotary(embedded, within)
-        kept = cache.at(rows, mask.visible_rows)
+        kept = cache.at(rows, mask.visible_rows, first_rows)
         hidden = self._layer(embedded, features, angles, attention_mask, within, kept, **arguments)
         first = 0 if last is None else rows.shape[1] - last
         store_rows(cache.outputs[:, None], hidden[:, first:, None], rows[:, first:])
