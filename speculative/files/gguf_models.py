@@ -36,6 +36,7 @@ SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf")
 INSTALL = "`pip install gguf accelerate`, or `pip install '.[gguf]'` in a checkout"
 INSTEAD = "give a folder with config.json and safetensors weights"
 _MAKING = ".making-"  # prefix of folders under construction
+_HEADS = ("dflash", "dflash-draft", "eagle3")  # llama.cpp's names of drafts that read a target's hidden states
 
 
 def gguf_file(role: str, name: str) -> Path | None:
@@ -63,17 +64,31 @@ def check_gguf(role: str, file: Path) -> GgufHeader:
 
     role: "target" or "draft", for messages
 
-    Raises ImportError if packages are missing, OSError, and ValueError for another format, one part of several, and a
-    file that was cut off.
+    Raises ImportError if packages are missing, OSError, and ValueError for another format, one part of several, a
+    trained draft, and a file that was cut off.
     """
     try:
         header = read_header(file)
+        _check_whole_model(header)
         _check_unsplit(file, header)
         _check_packages(role, file)
         _check_size(file, header)
     except ValueError as error:
         raise ValueError(f"cannot read the {role} {str(file)!r}: {error}") from error
     return header
+
+
+def _check_whole_model(header: GgufHeader) -> None:
+    kind = header.architecture
+    if kind not in _HEADS:
+        return
+    window = f"{kind}.attention.sliding_window"
+    without = "" if window in header.metadata else f", and this file has no {window}"
+    raise ValueError(
+        f"it is a trained draft of architecture {kind!r}; files of this kind need not give the layers' windows, or "
+        f"whether a block's rows are causal{without}. Only the number of accepted tokens would show an error in that; "
+        "give the folder with config.json and safetensors that it was made from"
+    )
 
 
 def _check_packages(role: str, file: Path) -> None:

@@ -1,6 +1,7 @@
 """GGUF files: the model and tokenizer that are read from them, what is kept of them, and one line for each refusal."""
 
 import importlib.metadata
+import re
 import struct
 import sys
 import time
@@ -9,7 +10,7 @@ from functools import partial
 import gguf
 import pytest
 import torch
-from gguf_files import END, TEXT, TURN, byte_tokenizer, gguf_llama, write_gguf
+from gguf_files import END, TEXT, TURN, byte_tokenizer, gguf_llama, write_gguf, write_header
 from in_time import in_time
 from tiny_models import transformers_greedy
 from transformers import AutoModelForCausalLM
@@ -282,6 +283,22 @@ def test_models_that_would_be_read_in_part_are_refused(made, cache, tmp_path, op
     with pytest.raises(ValueError, match=message):
         load_target(tmp_path / "part.gguf")
     assert not cache.exists() or kept(cache) == []
+
+
+@pytest.mark.parametrize(("architecture", "keys", "message"), [
+    ("dflash", {"block_size": 16}, "this file has no dflash.attention.sliding_window. Only the number of"),
+    ("dflash-draft", {}, "this file has no dflash-draft.attention.sliding_window"),
+    ("dflash", {"attention__sliding_window": 2048}, "whether a block's rows are causal. Only the number of accepted"),
+    ("eagle3", {}, "it is a trained draft of architecture 'eagle3'"),
+])  # fmt: skip
+def test_trained_drafts_are_refused_with_what_such_files_leave_out(made, cache, tmp_path, architecture, keys, message):
+    """Before anything is unpacked. A window that is missing would show in the number of accepted tokens alone."""
+    write_header(tmp_path / "draft.gguf", architecture, **keys)
+    target, _ = load_target(made[0] / "target.gguf")
+    before = kept(cache)
+    with pytest.raises(ValueError, match=f"cannot read the draft '.*draft.gguf': .*{re.escape(message)}"):
+        load_draft(tmp_path / "draft.gguf", target)
+    assert kept(cache) == before
 
 
 def test_tensors_that_transformers_leaves_out_are_said(made, tmp_path, caplog):

@@ -74,6 +74,17 @@ def write_gguf(model, path, *, kind="F32", leave_out=(), tokenizer=True, metadat
     writer.close()
 
 
+def write_header(path, architecture: str, **metadata: int) -> None:
+    """Write a file of no tensors, of this architecture, with numbers under its own keys, "a.b" as `a__b`."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, value in metadata.items():
+        writer.add_uint32(f"{architecture}.{name.replace('__', '.')}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def _write_tokenizer(writer) -> None:
     tokenizer = byte_tokenizer()
     vocabulary = tokenizer.get_vocab()
