@@ -158,6 +158,7 @@ CASES = {
     "layer_types .*chunked_attention.*, expected full": {"layer_types": ["full_attention", "chunked_attention"]},
     "layer_types .*expected full_attention or sliding_attention for each of 2": {"layer_types": ["full_attention"]},
     "must give sliding_window, a positive number, got None": {"layer_types": ["sliding_attention"] * 2},
+    "use_sliding_window, and no layer_types": {"use_sliding_window": True, "layer_types": None, "sliding_window": 8},
     "type 'dynamic', expected default, linear": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     r"4 tensors are missing: layers\.0\.self_attn\.k_norm": {
         "without": [f"layers.{i}.self_attn.{part}_norm.weight" for i in range(2) for part in "qk"]},

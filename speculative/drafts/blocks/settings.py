@@ -33,6 +33,7 @@ _CONVOLUTION = ("base_kernel", "kernel_projection.weight")
 class _LayersSettings(LayerSettings, total=False):
     layer_types: list[str] | None
     sliding_window: int | None
+    use_sliding_window: bool | None
     num_target_layers: int | None
 
 
@@ -185,6 +186,11 @@ def _windows(layer: Mapping[str, Any], settings: Mapping[str, Any], layers: int)
     usual = "sliding_attention" if settings.get("model_type") == ASSISTANT else "full_attention"
     kinds = layer.get("layer_types", [usual] * layers)
     window = layer.get("sliding_window")
+    if layer.get("use_sliding_window") and "layer_types" not in layer and usual == "full_attention":
+        raise ValueError(
+            "config.json gives use_sliding_window, and no layer_types: nothing says which layers have the window; add "
+            "full_attention or sliding_attention for each"
+        )
     strange = sorted({*kinds} - {"full_attention", "sliding_attention"})
     if strange or len(kinds) != layers:
         raise ValueError(
