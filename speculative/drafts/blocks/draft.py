@@ -31,43 +31,33 @@ from torch.nn.functional import embedding as looked_up
 
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import Projected, Turns, rotate_and_store, store_rows
-from heavypath.kernels.layers.spread import OwnTokens, spread_logits
+from heavypath.kernels.layers.spread import spread_logits
 from heavypath.speculative.drafts.blocks.cache import BlockCache
 from heavypath.speculative.drafts.blocks.convolution import around
 from heavypath.speculative.drafts.blocks.head import BlockHead
 from heavypath.speculative.drafts.blocks.term import BlockTerm, Parents, Pass, TokenLayers
 from heavypath.speculative.drafts.draft import Feed
-from heavypath.speculative.drafts.heads.layer import LayerFunctions, check_fits
-from heavypath.speculative.drafts.tapped import TappedDraft
+from heavypath.speculative.drafts.heads.layer import LayerFunctions
+from heavypath.speculative.drafts.heads.layered import LayeredDraft
 from heavypath.speculative.models.forward import Attend, Forward, Taps, TreeMask, as_logits
 from heavypath.speculative.models.joined import Joining
-from heavypath.speculative.models.linear import Linears
-from heavypath.speculative.models.llama import norm_of, turns_of
+from heavypath.speculative.models.llama import norm_of
 
 
-class BlockHeadDraft(TappedDraft):
-    """A `BlockHead` as a draft for the target whose hidden states it reads. Its block limits the depth of trees.
-
-    Raises ValueError as `TappedDraft` does, for a head that reads hidden states which the target does not have, and for
-    rotary embeddings that depend on the length of the sequence.
-    """
+class BlockHeadDraft(LayeredDraft):
+    """A `BlockHead` as a draft. Its block limits the depth of trees. Raises ValueError as `LayeredDraft` does."""
 
     drafts_at_once = True
+    head: BlockHead
 
     def __init__(self, head: BlockHead, target: Forward):
         super().__init__(head, target)
-        config = head.config
-        self.head = head
-        self.config = config
-        self.layers = config.layers
+        config = self.config
         self.levels = config.depths
-        check_fits(config, target)
-        self.embedding: Any = head.embed_tokens
-        if self.embedding is None:
-            self.embedding = target.parts.embedded(target.embedding)
-            if hasattr(target.embedding, "embed_norm"):  # the draft skips this norm, as in transformers
-                self.embedding = partial(looked_up, weight=target.embedding.weight)
-        linears = self._linears = Linears(self.name, head.parameters())
+        if head.embed_tokens is None and hasattr(target.embedding, "embed_norm"):
+            # The draft skips this norm, as in transformers.
+            self.embedding = partial(looked_up, weight=target.embedding.weight)
+        linears = self.linears
         modules: Any = head.layers
         self._attentions = [layer.self_attn for layer in modules]
         self._fc = linears.one(head.fc)
@@ -84,38 +74,23 @@ class BlockHeadDraft(TappedDraft):
         self._convolutions = [(layer.attention_conv, layer.mlp_conv) for layer in modules]
         self._norm = norm_of(head.norm)
         self._lm_head = target.parts.joined(self.lm_head, linears.one(target.parts.of(self.lm_head)))
-        offsets: Any = head.d2t
-        self._tokens = None if offsets is None else OwnTokens.by_offsets(offsets, self.vocab_size)
         # The context itself lies in the cache as further heads of keys and values.
         by_layer = 2 * config.num_key_value_heads * config.head_dim
         self._context_layers = -(-config.hidden_size // by_layer) if head.term.reads_before else 0
         self._ends = self._ends_of(target)
         self._below_all = torch.zeros(config.depths + 1, dtype=torch.float32, device=self.device)
         self._below_all[-1] = -torch.inf
-        self._rotary = self._rotary_table(1)
         sharper = [1 / each for each in head.temperatures]
         self._sharper = None  # [D + 1]
         if sharper:
             self._sharper = torch.tensor([*sharper, 1.0], dtype=torch.float32, device=self.device)
 
-    def is_current(self) -> bool:
-        """Whether the draft's modules are the same, and copies of its weights are up to date."""
-        return super().is_current() and self._linears.is_current()
-
-    @property
-    def lm_head(self) -> Any:
-        """The checkpoint's lm_head, or the target's if it has none."""
-        return self.target_lm_head if self.head.lm_head is None else self.head.lm_head
-
     def new_cache(self, batch: int, rows: int) -> BlockCache:
         """An empty cache for `batch` sequences of at most `rows` tokens and nodes, and a block after them."""
-        rotary = self._rotary
         config = self.config
         like = self._norm.weight
         term = self.head.term
         rows += config.block_size
-        if rows > len(rotary):
-            self._rotary = rotary = self._rotary_table(rows)  # a local name: another thread may replace the attribute
         return BlockCache(
             as_logits(like.new_full((batch, config.depths + 1, config.draft_vocab_size), -torch.inf)),
             rows,
@@ -125,7 +100,7 @@ class BlockHeadDraft(TappedDraft):
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             like=like,
-            rotary=rotary,
+            rotary=self.rotary(rows),
         )
 
     def taps(self, cache: BlockCache) -> Taps:
@@ -160,8 +135,8 @@ class BlockHeadDraft(TappedDraft):
             logits = logits + self._below_all[at[1]].view(-1, 1, 1)
         if self._sharper is not None:
             logits = logits * self._sharper[at[1]].view(-1, 1, 1)
-        if self._tokens is not None:
-            logits = spread_logits(logits, self._tokens)
+        if self.own_tokens is not None:
+            logits = spread_logits(logits, self.own_tokens)
         return logits.expand(-1, tokens.shape[1], -1)
 
     def pass_weights(self) -> list[Tensor]:
@@ -337,11 +312,6 @@ class BlockHeadDraft(TappedDraft):
             for causal, seen in ((True, every.tril()), (False, every))
         }
         return [attends[causal][window] for causal, window in zip(config.causal, windows, strict=True)]
-
-    @torch.inference_mode()
-    def _rotary_table(self, positions: int) -> Tensor:
-        every = torch.arange(positions, device=self.device)
-        return turns_of(self.head.rotary_emb, every, self._norm.weight)
 
 
 def place_of(feed: Feed, depths: int) -> tuple[Any, Any]:

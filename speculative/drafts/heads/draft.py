@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from heavypath.kernels.layers.entries import EntryNodes, EntryNorms, Inputs, end_entries, entry_inputs, node_entries
 from heavypath.kernels.layers.rms_norm import add_rms_norm
 from heavypath.kernels.layers.rotary import Turns
-from heavypath.kernels.layers.spread import OwnTokens, spread_logits
+from heavypath.kernels.layers.spread import spread_logits
 from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.heads.cache import HeadCache
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.drafts.heads.entries import EntriesDraft
-from heavypath.speculative.drafts.heads.layer import LayerFunctions, check_fits, norm_if_any
+from heavypath.speculative.drafts.heads.layer import LayerFunctions, norm_if_any
+from heavypath.speculative.drafts.heads.layered import LayeredDraft
 from heavypath.speculative.drafts.heads.native import NativeHead
 from heavypath.speculative.models.forward import (
     Forward,
@@ -26,8 +27,8 @@ from heavypath.speculative.models.forward import (
     as_logits,
 )
 from heavypath.speculative.models.joined import Joining
-from heavypath.speculative.models.linear import Linears, are_plain, as_it_lies, each_alone
-from heavypath.speculative.models.llama import is_plain_embedding, norm_of, turns_of
+from heavypath.speculative.models.linear import are_plain, as_it_lies, each_alone
+from heavypath.speculative.models.llama import is_plain_embedding, norm_of
 from heavypath.speculative.models.native import Ends, native_pass
 from heavypath.speculative.models.structure import has_hooks
 
@@ -44,24 +45,14 @@ class _HeadFunctions(LayerFunctions):
         self.hidden_norm = norm_if_any(layer, "hidden_norm")
 
 
-class HeadDraft(EntriesDraft):
-    """An `EagleHead` as a draft, level by level, for the target whose hidden states it reads.
+class HeadDraft(LayeredDraft, EntriesDraft):
+    """An `EagleHead` as a draft, level by level. Raises ValueError as `LayeredDraft` does."""
 
-    Raises ValueError as `TappedDraft` does, for a head that reads hidden states that the target does not have, and for
-    one whose rotary embeddings depend on the length of the sequence.
-    """
+    head: EagleHead
 
     def __init__(self, head: EagleHead, target: Forward):
         super().__init__(head, target)
-        config = head.config
-        self.head = head
-        self.config = config
-        self.layers = config.layers
-        check_fits(config, target)
-        self.embedding: Any = head.embed_tokens
-        if self.embedding is None:
-            self.embedding = target.parts.embedded(target.embedding)
-        linears = self._linears = Linears(self.name, head.parameters())
+        linears = self.linears
         self._tap_norms = None if head.fc_norm is None else [norm_of(each) for each in head.fc_norm]
         self._fc_norm = None if head.input_norm is None else norm_of(head.input_norm)
         self._layers = [_HeadFunctions(layer) for layer in head.layers]
@@ -70,8 +61,6 @@ class HeadDraft(EntriesDraft):
         if first.side_by_side:
             self._norms = EntryNorms(first.norm, first.hidden_norm, first.norm_before_residual)
         self._norm = None if head.norm is None else norm_of(head.norm)
-        offsets: Any = head.d2t
-        self._tokens = None if offsets is None else OwnTokens.by_offsets(offsets, self.vocab_size)
         self.native = self._compiled()
         one, together = (linears.one, linears.together) if self.native is None else (as_it_lies, each_alone)
         joining = Joining(head)
@@ -79,7 +68,6 @@ class HeadDraft(EntriesDraft):
             layer.look_up(one, lambda modules: joining.products(modules) or together(modules))
         self._fc = one(head.fc)
         self._lm_head = target.parts.joined(self.lm_head, one(target.parts.of(self.lm_head)))
-        self._rotary = self._rotary_table(1)
 
     def _compiled(self) -> NativeHead | None:
         """The compiled form of this draft, for a CPU; None if the head has a part that compiled code lacks."""
@@ -97,23 +85,14 @@ class HeadDraft(EntriesDraft):
             self.vocab_size,
             given=config.target_hidden_size if first else config.hidden_size,
             join=head.fc if first else None,
-            proposed=None if self._tokens is None else self._tokens.of_target,
+            proposed=None if self.own_tokens is None else self.own_tokens.of_target,
             feeds_back_normed=config.feeds_back_normed,
         )
         weights = [*head.parameters(), embedding.weight, self.lm_head.weight]
-        over = native_pass(self._layers, weights, ends, self._linears)
-        fc = None if first or over is None else self._linears.copy_of([head.fc]).blocks
+        over = native_pass(self._layers, weights, ends, self.linears)
+        fc = None if first or over is None else self.linears.copy_of([head.fc]).blocks
         norms = self._tap_norms or [None] * len(config.taps)
         return None if over is None else NativeHead(over, fc, (norms, self._fc_norm))
-
-    def is_current(self) -> bool:
-        """Whether the head has the same modules, and copies of its weights are up to date."""
-        return super().is_current() and self._linears.is_current()
-
-    @property
-    def lm_head(self) -> Any:
-        """The head's own lm_head, or the target's if it has none."""
-        return self.target_lm_head if self.head.lm_head is None else self.head.lm_head
 
     def new_cache(self, batch: int, rows: int) -> HeadCache:
         """An empty cache of `rows` rows for each of `batch` sequences."""
@@ -121,9 +100,6 @@ class HeadDraft(EntriesDraft):
 
     def cache_of(self, kind: type[Cached], batch: int, rows: int) -> Cached:
         """An empty cache of this class for `batch` sequences of `rows` rows."""
-        rotary = self._rotary
-        if rows > len(rotary):
-            self._rotary = rotary = self._rotary_table(rows)  # the local one is used, as other threads may replace it
         config = self.config
         width = config.hidden_size
         return kind(
@@ -134,13 +110,13 @@ class HeadDraft(EntriesDraft):
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             like=self._layers[0].mlp_norm.weight,
-            rotary=rotary,
+            rotary=self.rotary(rows),
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [B, n, V] of ends of entries [B, n, H]."""
         logits = as_logits(self._lm_head(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:2], -1))
-        return logits if self._tokens is None else spread_logits(logits, self._tokens)
+        return logits if self.own_tokens is None else spread_logits(logits, self.own_tokens)
 
     def run(
         self,
@@ -227,8 +203,3 @@ class HeadDraft(EntriesDraft):
         """All weights except the embedding, of which only a few rows are read."""
         own = [weight for name, weight in self.weights() if not name.startswith(("embed_tokens", "lm_head"))]
         return [*own, self.lm_head.weight]
-
-    @torch.inference_mode()
-    def _rotary_table(self, positions: int) -> Tensor:
-        every = torch.arange(positions, device=self.device)
-        return turns_of(self.head.rotary_emb, every, self._layers[0].mlp_norm.weight)

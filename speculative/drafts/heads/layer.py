@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from heavypath.kernels.layers.rms_norm import Norm
 from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store
-from heavypath.speculative.drafts.heads.config import TappedConfig
-from heavypath.speculative.models.forward import Attend, Forward
+from heavypath.speculative.models.forward import Attend
 from heavypath.speculative.models.joined import gated_by
 from heavypath.speculative.models.linear import Product, Products
 from heavypath.speculative.models.llama import norm_of
@@ -74,29 +73,3 @@ class LayerFunctions:
 def norm_if_any(module: Any, name: str) -> Norm | None:
     """The weight and epsilon of the module's norm with this name; None if it has none."""
     return norm_of(getattr(module, name)) if hasattr(module, name) else None
-
-
-def check_fits(config: TappedConfig, target: Forward) -> None:
-    """Raise ValueError if a head with this config does not fit a target's width, vocabulary or number of layers, or if
-    its rotary embeddings depend on the sequence's length.
-    """
-    width = target.embedding.weight.shape[1]
-    if config.target_hidden_size != width or config.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"the head was made for a target of width {config.target_hidden_size} with {config.vocab_size} tokens, "
-            f"got one of width {width} with {target.vocab_size}"
-        )
-    if not config.owns_embedding and config.hidden_size != width:
-        raise ValueError(
-            f"a head of width {config.hidden_size} needs an embedding of its own; the target's has {width}"
-        )
-    if max(config.taps) > target.layers or min(config.taps) < 0:
-        raise ValueError(
-            f"the head reads the hidden states {[*config.taps]}, the target has 0 .. {target.layers}; "
-            "it was made for a target of more layers"
-        )
-    kind = config.rope_parameters.get("rope_type", "default")
-    if kind in ("dynamic", "longrope"):
-        raise ValueError(
-            f"a head's rotary embeddings must not depend on the length of the text, got rope type {kind!r}"
-        )
