@@ -20,10 +20,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, normalize, scaled_dot_product_attention, silu
+from torch.nn.functional import normalize, silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from heavypath.speculative.drafts.blocks.config import BlockConfig
+from heavypath.speculative.drafts.blocks.encoder import EncoderLayer, bias_by_depth
 from heavypath.speculative.drafts.blocks.term import BlockTerm, Parents, Pass, TokenLayers, only
 from heavypath.speculative.drafts.heads.settings import number_in
 from heavypath.speculative.files.checkpoint import check_config
@@ -90,10 +91,9 @@ class LiLiCorrTerm(BlockTerm):
         options = config.options
         hidden = config.hidden_size
         block = config.block_size
-        width, self.selected, self.heads = (options[name] for name in ("width", "candidate_topk", "num_heads"))
+        width, self.selected, heads = (options[name] for name in ("width", "candidate_topk", "num_heads"))
         self.columns = self.selected * (self.selected + 3)
         ones = (1,) * (options["dimensions"] - 3)
-        self.block = block
         self.epsilon = options["vector_eps"]
         self.logit_scale = options["logit_scale"]
         self.token_proj = nn.Identity() if hidden == width else nn.Linear(hidden, width)
@@ -103,11 +103,11 @@ class LiLiCorrTerm(BlockTerm):
         )
         self.slot_embedding = nn.Parameter(torch.zeros((*ones, block - 1, 1, width)))
         self.rank_embedding = nn.Parameter(torch.zeros((*ones, 1, self.selected, width)))
-        self.relative_slot_bias = nn.Parameter(torch.zeros(self.heads, 2 * block - 1))
-        self.same_slot_bias = nn.Parameter(torch.zeros(self.heads))
+        self.relative_slot_bias = nn.Parameter(torch.zeros(heads, 2 * block - 1))
+        self.same_slot_bias = nn.Parameter(torch.zeros(heads))
         inner = int(width * options["mlp_ratio"])
         eps = config.rms_norm_eps
-        self.layers = nn.ModuleList(_EncoderLayer(width, self.heads, inner, eps) for _ in range(options["num_layers"]))
+        self.layers = nn.ModuleList(EncoderLayer(width, heads, inner, eps) for _ in range(options["num_layers"]))
         self.output_norm, self.anchor_norm = (LlamaRMSNorm(width, eps) for _ in range(2))
         self.factor_input_proj = nn.Linear(3 * width, width)
         self.out_head, self.in_head, self.anchor_out_head = (nn.Linear(width, options["factor_dim"]) for _ in range(3))
@@ -159,7 +159,7 @@ class LiLiCorrTerm(BlockTerm):
         states = states + self.feature_mlp(torch.stack(features, -1).to(dtype))
         states = states + self.slot_embedding.view(-1, 1, states.shape[-1]) + self.rank_embedding.view(count, -1)
         states = states.flatten(1, 2)
-        bias = self._bias(depths, said.device)
+        bias = bias_by_depth(self.relative_slot_bias, self.same_slot_bias, depths, count)
         for layer in self.layers:
             states = layer(states, bias)
         states = self.output_norm(states).unflatten(1, (depths, count))
@@ -173,38 +173,3 @@ class LiLiCorrTerm(BlockTerm):
         starts = (start[:, None] * into[:, 0]).sum(-1)
         pairs = out[:, :-1] @ into[:, 1:].mT
         return self.logit_scale * starts.float(), self.logit_scale * pairs.float()
-
-    def _bias(self, depths: int, device: torch.device) -> Tensor:
-        """What is added to the scores of attention between candidates, [heads, D * K, D * K], by their depths."""
-        slots = torch.arange(depths, device=device).repeat_interleave(self.selected)
-        apart = slots[:, None] - slots
-        return self.relative_slot_bias[:, apart + self.block - 1] + (apart == 0) * self.same_slot_bias[:, None, None]
-
-
-class _EncoderLayer(nn.Module):
-    def __init__(self, width: int, heads: int, inner: int, eps: float):
-        super().__init__()
-        self.attn_norm = LlamaRMSNorm(width, eps)
-        self.mlp_norm = LlamaRMSNorm(width, eps)
-        self.attn = _Attention(width, heads)
-        self.mlp = nn.Sequential(nn.Linear(width, inner), nn.SiLU(), nn.Linear(inner, width))
-
-    def forward(self, states: Tensor, bias: Tensor) -> Tensor:
-        states = states + self.attn(self.attn_norm(states), bias)
-        return states + self.mlp(self.mlp_norm(states))
-
-
-class _Attention(nn.Module):
-    """Attention with a bias on its scores. Weights are named as in `torch.nn.MultiheadAttention`."""
-
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.in_proj_weight = nn.Parameter(torch.zeros(3 * width, width))
-        self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
-        self.out_proj = nn.Linear(width, width)
-
-    def forward(self, states: Tensor, bias: Tensor) -> Tensor:
-        parts = linear(states, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
-        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        return self.out_proj(scaled_dot_product_attention(query, key, value, bias[None]).transpose(1, 2).flatten(2))
