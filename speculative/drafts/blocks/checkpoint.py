@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from heavypath.speculative.drafts.blocks.head import BlockHead
 from heavypath.speculative.drafts.blocks.kinds import BLOCK_TERMS, KindSettings, check_kind, kind_of
 from heavypath.speculative.drafts.blocks.settings import BlockSettings, config_of
-from heavypath.speculative.drafts.heads.fitting import filled, take_the_tokens
+from heavypath.speculative.drafts.heads.fitting import filled
 from heavypath.speculative.drafts.heads.settings import together
 from heavypath.speculative.files.checkpoint import IGNORED, Checkpoint, opened, read_pickle, renamed
 from heavypath.speculative.ranks.peers import local_of
@@ -60,13 +60,11 @@ def load_block(
             if needed not in tensors:
                 raise ValueError(f"{needed} is missing; it is another kind of draft, or fetch the checkpoint again")
         _leave_out_copies(tensors, target)
-        kept = tensors.pop("t2d", None)
         config = config_of(settings, tensors, target)
         if config.owns_mask and not config.owns_embedding and hasattr(target.get_input_embeddings(), "embed_scale"):
             raise ValueError(
                 f"{MASK} is beside the target's embeddings, which are scaled, and nothing says if it is, too"
             )
-        take_the_tokens(config, tensors, kept)
         layer = together(settings, settings.get("transformer_layer_config"))
         return filled(BlockHead, config, layer, tensors, dtype or target.dtype, target.device)
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from heavypath.speculative.drafts.heads.config import HeadConfig
 from heavypath.speculative.drafts.heads.eagle import EagleHead
-from heavypath.speculative.drafts.heads.fitting import filled, take_the_tokens
+from heavypath.speculative.drafts.heads.fitting import filled
 from heavypath.speculative.drafts.heads.settings import (
     HeadSettings,
     ModelSettings,
@@ -63,11 +63,9 @@ def load_head(
             raise ValueError(f"fc.weight, which reads the target's hidden states for layers.0, is missing{hint}")
         if "mask_hidden" in tensors:  # [3 Ht] with one or two axes before
             tensors["mask_hidden"] = tensors["mask_hidden"].flatten()
-        kept = tensors.pop("t2d", None)
         config = config_of(settings, tensors, target)
         if settings.get("tie_word_embeddings") and _could_be_tied(config, tensors):
             tensors["lm_head.weight"], config = tensors["embed_tokens.weight"], replace(config, owns_lm_head=True)
-        take_the_tokens(config, tensors, kept)
         layer = together(settings.get("eagle_config"), settings, settings.get("transformer_layer_config"))
         return filled(EagleHead, config, layer, tensors, dtype or target.dtype, device or target.device)
 

@@ -13,13 +13,56 @@ from heavypath.speculative.files.checkpoint import check_config, check_tensors, 
 _ANOTHER_TARGET = "give the target that the head was trained for"
 
 
-def take_the_tokens(config: TappedConfig, tensors: dict[str, Tensor], kept: Tensor | None) -> None:
+def filled(
+    kind: Callable[[Any], Any],
+    config: TappedConfig,
+    settings: Mapping[str, Any],
+    tensors: dict[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Any:
+    """A head's module with these tensors, in eval mode and without gradients.
+
+    kind: makes the module from the config; settings: of config.json, whose sizes the tensors must have, too
+    tensors: by the module's names, and d2t and t2d as they are published; changed in place
+
+    Raises ValueError unless they are exactly its tensors.
+    """
+    _take_the_tokens(config, tensors)
+    try:
+        with torch.device("meta"):
+            head = kind(config)
+    except Exception as error:  # transformers and PyTorch raise errors of many types
+        raise ValueError(f"config.json gives what no head can be made of: {error}") from error
+    expected = head.state_dict()
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        if name in expected and name not in tensors:
+            raise ValueError(
+                f"1 tensors are missing: {name}; the target's cannot stand in, of width {config.target_hidden_size} "
+                f"and {config.vocab_size} tokens, for a head of width {config.hidden_size} and "
+                f"{config.draft_vocab_size} tokens"
+            )
+    what = f"a draft of kind {head.config.model_type} with {config.layers} layers"
+    check_tensors(shapes_of(tensors), shapes_of(expected), what, partial(_why, config=config))
+    sizes = ["hidden_size", "intermediate_size", "target_hidden_size", "draft_vocab_size"]
+    sizes += ["vocab_size"] if config.owns_embedding else []
+    check_config(settings, {size: getattr(config, size) for size in sizes})
+    on_device = {name: tensor.to(device, None if name == "d2t" else dtype) for name, tensor in tensors.items()}
+    head.load_state_dict(on_device, assign=True)
+    head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config).to(device)  # not in the checkpoint; stays float32
+    if not head.rotary_emb.inv_freq.isfinite().all():
+        raise ValueError(f"config.json gives rotary settings {config.rope_parameters}, whose angles are no numbers")
+    return head.requires_grad_(False).eval()
+
+
+def _take_the_tokens(config: TappedConfig, tensors: dict[str, Tensor]) -> None:
     """Check the tensor d2t among `tensors`, in place: make it int64 offsets, or remove it if the head has all tokens.
 
-    kept: the checkpoint's t2d, bool [V], which shows whether d2t holds offsets or ids; None if it has none
+    t2d, bool [V], is removed: it shows whether d2t holds offsets or ids.
 
     Raises ValueError for ids instead of offsets, and for sizes or tokens that do not fit the target's vocabulary.
     """
+    kept = tensors.pop("t2d", None)
     size = config.draft_vocab_size
     vocab = config.vocab_size
     d2t = tensors.pop("d2t", None)
@@ -52,46 +95,6 @@ def take_the_tokens(config: TappedConfig, tensors: dict[str, Tensor], kept: Tens
         tensors["d2t"] = offsets
     elif offsets.any():
         raise ValueError(f"d2t permutes all {vocab} tokens; expected zeros where the head has all tokens of the target")
-
-
-def filled(
-    kind: Callable[[Any], Any],
-    config: TappedConfig,
-    settings: Mapping[str, Any],
-    tensors: dict[str, Tensor],
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> Any:
-    """A head's module with these tensors, in eval mode and without gradients.
-
-    kind: makes the module from the config; settings: of config.json, whose sizes the tensors must have, too
-
-    Raises ValueError unless they are exactly its tensors.
-    """
-    try:
-        with torch.device("meta"):
-            head = kind(config)
-    except Exception as error:  # transformers and PyTorch raise errors of many types
-        raise ValueError(f"config.json gives what no head can be made of: {error}") from error
-    expected = head.state_dict()
-    for name in ("embed_tokens.weight", "lm_head.weight"):
-        if name in expected and name not in tensors:
-            raise ValueError(
-                f"1 tensors are missing: {name}; the target's cannot stand in, of width {config.target_hidden_size} "
-                f"and {config.vocab_size} tokens, for a head of width {config.hidden_size} and "
-                f"{config.draft_vocab_size} tokens"
-            )
-    what = f"a draft of kind {head.config.model_type} with {config.layers} layers"
-    check_tensors(shapes_of(tensors), shapes_of(expected), what, partial(_why, config=config))
-    sizes = ["hidden_size", "intermediate_size", "target_hidden_size", "draft_vocab_size"]
-    sizes += ["vocab_size"] if config.owns_embedding else []
-    check_config(settings, {size: getattr(config, size) for size in sizes})
-    on_device = {name: tensor.to(device, None if name == "d2t" else dtype) for name, tensor in tensors.items()}
-    head.load_state_dict(on_device, assign=True)
-    head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config).to(device)  # not in the checkpoint; stays float32
-    if not head.rotary_emb.inv_freq.isfinite().all():
-        raise ValueError(f"config.json gives rotary settings {config.rope_parameters}, whose angles are no numbers")
-    return head.requires_grad_(False).eval()
 
 
 def _why(name: str, config: TappedConfig) -> str:
