@@ -391,70 +391,72 @@ def predictions() -> None:
 
 def offloading() -> None:
     """The papers' seconds per token for large targets: published, and simulated."""
-    groups: dict[tuple[str, str], list[Row]] = {}
+    groups: dict[str, list[Row]] = {}
     for row in results("offloading")["rows"]:
         if row["ratio"] is not None:
-            groups.setdefault((row["source"], row["what"].split(",")[0].split(" T=")[0]), []).append(row)
+            groups.setdefault(row["source"].split("; ")[0], []).append(row)
+    ours = "this repository: python bench/scale.py stream"
     rows = []
-    for (paper, what), own in groups.items():
-        paper = paper.replace("this repository: python bench/scale.py stream", "our stream on a CPU").split("; ")[0]
-        times, ratios = [row["published"] for row in own], [row["ratio"] for row in own]
-        span = [f"{min(values):.2f} to {max(values):.2f}" for values in (times, ratios)]
-        rows.append([paper, what, len(own), *span])
-    table(["published in", "system", "rows", "published, s/token", "simulated / published"], rows)
-    own = [row for (paper, _), each in groups.items() for row in each if "this repository" not in paper]
-    off = [abs(row["ratio"] - 1) for row in own]
-    flat = [abs(row["flat"] - 1) for row in own]
+    for paper, own in groups.items():
+        spans = [[row[field] for row in own] for field in ("published", "ratio", "flat")]
+        name = "our stream on a CPU, 100 MB/s" if paper == ours else paper
+        rows.append([name, len(own), *(f"{min(values):.2f} to {max(values):.2f}" for values in spans)])
+    table(["published in", "rows", "published, s/token", "simulated / published", "flat / published"], rows)
+    own = [row for paper, each in groups.items() if paper != ours for row in each]
+
+    def off(some: Sequence[Row]) -> str:
+        """How far simulation is off on average, and flat."""
+        means = (100 * fmean(abs(row[field] - 1) for row in some) for field in ("ratio", "flat"))
+        return " and ".join(f"{mean:.1f}%" for mean in means)
+
+    near = [sum(abs(row[field] - 1) <= 0.15 for row in own) for field in ("ratio", "flat")]
+    small, large = [row for row in own if row["tree"][0] <= 64], [row for row in own if row["tree"][0] > 64]
     cog.outl()
     cog.outl(
-        f"Of the {len(own)} published rows, without our own, simulation is within 15% in "
-        f"{sum(each <= 0.15 for each in off)}, "
-        f"{100 * fmean(off):.1f}% off on average. "
-        f"The published seconds without a tree, divided by the tokens per step, are within 15% in "
-        f"{sum(each <= 0.15 for each in flat)}, {100 * fmean(flat):.1f}% off on average."
+        f"Of the {len(own)} published rows simulation is within 15% in {near[0]}, and flat in {near[1]}; they are "
+        f"{off(own)} off on average, {off(small)} up to 64 nodes ({len(small)} rows), {off(large)} for about 768."
     )
-    cog.outl()
-    parts = []
-    for name, fits in (("up to 64", lambda nodes: nodes <= 64), ("about 768", lambda nodes: nodes > 64)):
-        some = [row for row in own if fits(row["tree"][0])]
-        means = (100 * fmean(abs(row[field] - 1) for row in some) for field in ("ratio", "flat"))
-        parts.append(f"{name} nodes, {len(some)} rows: " + " and ".join(f"{mean:.1f}%" for mean in means))
-    cog.outl(f"The same two averages by size of the tree: {'; '.join(parts)}.")
     source("offloading")
+    cog.outl()
 
 
-def book(paper: str) -> None:
-    """What a paper claims, what is done here, and the verdict with its rule: research/book.py."""
-    table(["place", "claim", "here", "shown if", "verdict"], _book().cells(paper))
-
-
-def errors() -> None:
-    """A list of the errors that were found in the papers."""
-    for paper, place, wrong in _book().ERRORS:
-        cog.outl(f"- {paper}, {place}: {wrong}.")
-
-
-def part(source: str) -> None:
-    """The fields and rows of a part of research/papers.py that research/book.py shows."""
+def part(source: str, *rules: str) -> None:
+    """The fields and rows of a part of research/papers.py that research/book.py shows, and verdicts on it."""
     own = _book()
     fields, where = own.SHOWN[source]
-    table(fields, own.result_rows(source, fields, where))
-    facts = results("papers")[source]
-    command = facts["command"].removeprefix("python bench/research/")
+    heads = ["ahead by" if field == "first over it" else field for field in fields]
+    table(heads, own.result_rows(source, fields, where))
     cog.outl()
-    cog.outl(f"*`{command}`; {facts['prompts']} prompts*")
+    verdicts(source, *rules)
+
+
+def verdicts(source: str, *rules: str) -> None:
+    """The command of a part, and whether results show what a paper claims, by rules of research/verdicts.py."""
+    own = _book()
+    facts = own.found_in(source)
+    said = [own.judged(source, rule) for rule in rules]
+    words = f"Shown if {'; if '.join(said)}." if said else ""
+    if "environment" not in facts:
+        command = code(facts["command"].removeprefix("python bench/research/papers.py "))
+        number = facts["prompts"]
+        prompts = "" if number == PROMPTS else f", {number} prompt{'s' * (number > 1)}"
+        words = f"{command}{prompts}. {words}".strip()
+    cog.outl(words)
+    cog.outl()
 
 
 def ahead(*parts: str) -> None:
-    """RSD's experiments by group: the best of its families over the best of the others."""
+    """RSD's experiments by group: the best of its families over the best of the others; decoded ones are not judged."""
     own, rows = _book(), []
     for source in parts:
         facts = own.found_in(source)
-        command = facts["command"].removeprefix("python bench/research/papers.py ")
-        rows.append(
-            [code(command), "; ".join(f"{group}: {own.printed(more)}" for group, more in facts["ahead"].items())]
-        )
-    table(["`papers.py`", "RSD's best less the best of the others"], rows)
+        exact = all("contexts" in row for row in facts["rows"])
+        rows.append([
+            code(facts["command"].removeprefix("python bench/research/papers.py ")),
+            "; ".join(f"{group}: {own.printed(more)}" for group, more in facts["ahead"].items()),
+            own.verdict_of(source, "family_ahead") if exact else "not judged",
+        ])  # fmt: skip
+    table(["part", "RSD's best less the best of the others", "verdict"], rows)
 
 
 def _book() -> Any:
@@ -463,10 +465,11 @@ def _book() -> Any:
     return importlib.import_module("book")
 
 
-def rejection(children: Sequence[int] = (1, 2, 4, 8, 16, 32)) -> None:
+def rejection(children: Sequence[int]) -> None:
     """How often none of k children is accepted, at T = 0.6."""
     found = results("rejection")["temperature"]["0.6"]["methods"]
     rows = [[name, *(f"{row['rejection'][k - 1]:.3f}" for k in children), f"{row['power_law']['exponent']:.2f}"]
-            for name, row in found.items() if len(row["rejection"]) >= max(children)]  # fmt: skip
+            for name, row in found.items() if name != "naive-distinct"]  # which is in no paper  # fmt: skip
     table(["", *(f"k = {k}" for k in children), "exponent"], rows)
     source("rejection")
+    cog.outl()

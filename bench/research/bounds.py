@@ -41,11 +41,6 @@ class TreeBounds(NamedTuple):
         """The smallest of the bounds."""
         return min(self)
 
-    @property
-    def tightest(self) -> str:
-        """The name of the smallest of the bounds."""
-        return self._fields[self.index(self.least)]
-
 
 def tree_bounds(acceptance: Sequence[float] | Tensor, size: int) -> TreeBounds:
     """Upper bounds on expected_tokens(tree, acceptance) of every tree of `size` nodes, root included.
@@ -74,7 +69,7 @@ def tree_bounds(acceptance: Sequence[float] | Tensor, size: int) -> TreeBounds:
     moments (ours; good for few nodes, and where acceptance sums to less than 1). By Hölder's inequality n numbers sum
     to at most n^(1 - 1/s) (sum P^s)^(1/s), and over all nodes sum P^s = sum_d (sum_j a[j]^s)^d.
     """
-    law, missing = acceptance_law(acceptance)
+    law, missing = _acceptance_law(acceptance)
     if size < 1:
         raise ValueError(f"size counts the root and must be at least 1, got {size}")
     outcomes = law if missing <= TINY else torch.cat([law, law.new_tensor([missing])])
@@ -109,7 +104,7 @@ def _merged_bound(law: Tensor, size: int) -> float:
     return float(bounds[entropy > TINY].min()) if (entropy > TINY).any() else math.inf
 
 
-def acceptance_law(acceptance: Sequence[float] | Tensor) -> tuple[Tensor, float]:
+def _acceptance_law(acceptance: Sequence[float] | Tensor) -> tuple[Tensor, float]:
     """The positive entries of an acceptance vector in fp64, and what they lack to a sum of 1."""
     law = torch.as_tensor(acceptance, dtype=torch.float64, device="cpu")
     if law.ndim != 1 or not len(law):

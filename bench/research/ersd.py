@@ -10,7 +10,7 @@ import torch
 from batches import jackknife
 from bounds import tree_bounds
 from papers_setting import Row, Setting
-from races import entropy_bounds, overlap, race_acceptance, race_index_entropy
+from races import entropy_bounds, matching, overlap, race_acceptance, race_index_entropy
 from rejection import rounds_rejection
 from sequoia import falling, planning_vector
 from torch import Tensor
@@ -113,7 +113,7 @@ def entropy(setting: Setting) -> Row:
             "D": limits.lower, "upper": limits.upper,
             "H race": torch.tensor([float(race_index_entropy(*each)) for each in zip(target, draft, strict=True)]),
             "overlap": overlap(target, draft), "race": race_acceptance(target, draft),
-            "lemma 3.1": (target * draft / (target + draft).clamp(min=1e-300)).sum(1),
+            "lemma 3.1": matching(target, draft),
         }  # fmt: skip
         most, least = (64, 1.0) if setting.small else (1024, 1e-3)
         rates = torch.cat([target.new_ones(len(target), 1), rounds_rejection(target, draft, most)], 1)

@@ -17,12 +17,10 @@ adapted from it. So steps are `ahead=False`.
 Behind them stands what scale.py measured of this repository's own stream, whose reads it slows down to a rate that is
 known: there nothing at all is taken from what was measured, and steps read ahead.
 
-link    the share of the link's data sheet that the baseline says is reached, if all of the target passes through it
-given   where the tokens of a step were not published, a pair's row on the RTX 4090 gives them for that on the 2080 Ti
 ratio   simulated over published: above 1 the simulation is too slow
+flat    the same if a tree cost no more than a token: the baseline divided by the tokens of a step
 
-Since the tokens of a step go in, a row's baseline divided by them is most of what comes out. So what that alone has
-within 15% is printed, too, for small trees and large ones.
+Where the tokens of a step were not published, a pair's row on the RTX 4090 gives them for that on the 2080 Ti.
 
 Assumed: Llama-2-70B on the RTX 4090 was drafted as in Sequoia's table 2 at temperature 0.6. Pairs with TinyLlama had
 the same tree, too; DySpec's and Sequoia's trees in DySpec's tables had 18 levels, SpecInfer's of 64 nodes 16.
@@ -33,13 +31,12 @@ without a tree.
 """
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import beside  # noqa: F401
-from common import argument_parser, environment, show, write_results
+from common import argument_parser, environment, report
 from published import PLAIN_SECONDS, TABLE_3, TABLE_4
 from simulation.formulas import Setting
 from simulation.hardware import DEVICES
@@ -49,7 +46,6 @@ BLOG = "together.ai/blog/sequoia, March 2024"
 TABLE_2 = "Sequoia, NeurIPS 2024, table 2; baseline: arXiv 2402.12374v2, abstract"
 DYSPEC_3, DYSPEC_4 = "DySpec, arXiv 2410.11744, table 3", "DySpec, arXiv 2410.11744, table 4"
 SEQUOIA, SPECINFER, SMALL = (768, 18), (769, 48), (64, 18)  # nodes and levels; SpecInfer: 16 sequences of 48
-WITHIN = 0.15
 HERE = "this repository: python bench/scale.py stream"
 OWN = Path(__file__).parents[1] / "results/scale-stream-slow-cpu.json"
 
@@ -87,11 +83,6 @@ class Published:
     def flat(self) -> float | None:
         """As `ratio`, if a tree cost no more than a token: what the tokens of a step say alone."""
         return None if self.tokens is None else self.setting.step(1, 0) / self.tokens / self.seconds
-
-    @property
-    def link(self) -> float:
-        """The share of the link's data sheet that the baseline says is reached, if all weights pass."""
-        return self.setting.target.nbytes / self.setting.step(1, 0) / self.setting.hardware.link
 
 
 def of_paper(device: str, target: str, draft: str, plain: float) -> Setting:
@@ -165,47 +156,15 @@ def own_rows() -> list[Published]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = argument_parser(__doc__, threads=False).parse_args(argv)
-    papers, own = rows(), own_rows()
-    for source in dict.fromkeys(row.source for row in [*papers, *own]):
-        show([shown(row) for row in [*papers, *own] if row.source == source], title=source)
-    known = [row for row in papers if row.tokens is not None]
-    parts = {
-        "the papers' rows": known,
-        "those of at most 64 nodes": [row for row in known if row.tree[0] <= SMALL[0]],
-        "those of 768": [row for row in known if row.tree[0] > SMALL[0]],
-    }
-    for name, chosen in parts.items():
-        simulated, flat = (_near([getattr(row, key) for row in chosen]) for key in ("ratio", "flat"))
-        print(f"Of {name} {simulated}; {flat} if a tree cost no more than a token.")
-    print(f"{len(papers) - len(known)} rows gave the tokens of a step.")
-    facts = [
+    facts = (
         {
             "source": row.source, "what": row.what, "device": row.device, "target": row.target, "tree": row.tree,
             "baseline": row.setting.step(1, 0), "tokens": row.tokens, "published": row.seconds,
             "simulated": row.simulated, "ratio": row.ratio, "flat": row.flat,
         }
-        for row in [*papers, *own]
-    ]  # fmt: skip
-    write_results(arguments.json, environment("cpu") | {"seconds": round(time.process_time(), 1)}, rows=facts)
-
-
-def _near(ratios: Sequence[float]) -> str:
-    """How many of some ratios are near 1, and how far they are from it on average."""
-    away = [abs(ratio - 1) for ratio in ratios]
-    near = sum(each <= WITHIN for each in away)
-    return f"{near} of {len(away)} within {WITHIN:.0%}, {sum(away) / len(away):.1%} off on average"
-
-
-def shown(row: Published) -> dict[str, object]:
-    """A line of the table: seconds of a token."""
-    beyond = row.ratio is not None and abs(row.ratio - 1) > WITHIN
-    return {
-        "GPU": row.device, "target": row.target, "what": row.what, "baseline": row.setting.step(1, 0),
-        "link": f"{row.link:.0%}", "tree": ", ".join(map(str, row.tree)),
-        "tokens/step": f"({row.step / row.seconds:.2f})" if row.tokens is None else f"{row.tokens:.2f}",
-        "published": row.seconds, "simulated": row.simulated,
-        "ratio": None if row.ratio is None else f"{row.ratio:.2f}" + " !" * beyond,
-    }  # fmt: skip
+        for row in [*rows(), *own_rows()]
+    )  # fmt: skip
+    report(facts, environment("cpu"), arguments.json)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python bench/research/papers.py PART ... [--json bench/results/papers-cpu.json]
     python bench/research/papers.py --results bench/results/papers-cpu.json --plot docs/images
 
-A part repeats a figure, a table or a claim of a paper: see PARTS in sequoia.py, dyspec.py, ersd.py, rsd.py, survey.py.
+A part repeats a figure, a table or a claim of a paper: see PARTS in sequoia.py, dyspec.py, ersd.py, rsd.py, llamas.py,
+survey.py.
 book.py says what the paper claims of each, and by which rule the results are judged.
 
 Trees are compared after recorded contexts, by expected tokens that are exact over coins (exact.py); where a part
@@ -22,6 +23,7 @@ from typing import Any
 import beside  # noqa: F401
 import dyspec
 import ersd
+import llamas
 import rsd
 import sequoia
 import survey
@@ -33,6 +35,7 @@ from heavypath.speculative.demo import demo_prompts
 
 PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
     **sequoia.PARTS, **dyspec.PARTS, **ersd.PARTS, **rsd.PARTS, **survey.PARTS,
+    **llamas.PARTS,
 }  # fmt: skip
 
 

@@ -6,34 +6,21 @@ h(v) = sum_u max(w(v) Q(u) - P(u), 0),
 
     the first arrivals are the same with probability        sum_v P(v) / (1 + h(v))
     which is                                                sum_v 1 / sum_u max(P(u) / P(v), Q(u) / Q(v))
-    at least                                                (1 - TV) / (1 + TV),   TV = sum_v max(P(v) - Q(v), 0)
-    and at least                                            sum_v P(v) Q(v) / (P(v) + Q(v))
-    and at most what any coupling, greedy rejection, has    1 - TV
+    at least                                                sum_v P(v) Q(v) / (P(v) + Q(v))
+    and at most what any coupling, greedy rejection, has    1 - TV,   TV = sum_v max(P(v) - Q(v), 0)
     the target's token is arrival K of the draft's          K - 1 is geometric of mean h(v), given v; repeats count
     in bits, with D = sum_v P(v) log2 w(v)                  D <= H[K] <= D + log2(D + 2) + 2
 
 The proofs are in the functions' docstrings; all numbers are fp64. Sources: Kobus & Gündüz 2025 (ERSD, "Speculative
-Sampling via Exponential Races"), Daliri, Musco & Suresh 2024 (the coupling and its lower bound), Li & El Gamal 2018
-(the entropy of K). What bounds trees is in `bounds.py`.
+Sampling via Exponential Races"), Daliri, Musco & Suresh 2024 (the coupling), Li & El Gamal 2018 (the entropy of K).
+What bounds trees is in `bounds.py`.
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from bounds import TINY, acceptance_law
 from torch import Tensor
-
-
-def tokens_per_doubling(acceptance: Sequence[float] | Tensor) -> float:
-    """log 2 / H, which is what doubling a large tree adds to its expected tokens, where acceptance sums to 1.
-
-    Where it sums to less, no tree yields more than 1 / (1 - its sum); then "no child" counts as a child here.
-    """
-    law, missing = acceptance_law(acceptance)
-    entropy = float(entropy_bits(torch.cat([law, law.new_tensor([missing])])))
-    return 1 / entropy if entropy > TINY else math.inf
 
 
 def overlap(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
@@ -55,27 +42,21 @@ def race_acceptance(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     return (target / (1 + excess)).sum(-1)
 
 
-def race_acceptance_bound(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """The larger of two lower bounds of race_acceptance, for laws [..., V]: [...].
+def matching(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """ERSD's lemma 3.1 (Poisson matching), a lower bound of race_acceptance, for laws [..., V]: [...].
 
-    (1 - TV) / (1 + TV) (Daliri et al.). max(P(u) / P(v), Q(u) / Q(v)) <= max(P(u), Q(u)) / min(P(v), Q(v)); the
-    numerators sum to 1 + TV over u, and the denominators to 1 - TV over v.
-
-    sum_v P(v) Q(v) / (P(v) + Q(v)) (ERSD's lemma 3.1, Poisson matching). The maximum is at most the sum of the two, and
-    over u that is 1 / P(v) + 1 / Q(v). Either may be the larger: where the laws have little in common, it is this one.
+    max(P(u) / P(v), Q(u) / Q(v)) is at most the sum of the two, and over u that is 1 / P(v) + 1 / Q(v).
     """
     target, draft = _laws(target_probs, draft_probs)
-    common = torch.minimum(target, draft).sum(-1)
     both = target + draft
-    matching = torch.where(both > 0, target * draft / both, 0).sum(-1)
-    return torch.maximum(common / (2 - common), matching)
+    return torch.where(both > 0, target * draft / both, 0).sum(-1)
 
 
-def race_index_cdf(target_probs: Tensor, draft_probs: Tensor, children: int) -> Tensor:
-    """P(K <= k) for k = 1 .. children, of laws [..., V]: exact, [..., children].
+def race_index_beyond(target_probs: Tensor, draft_probs: Tensor, counts: Tensor) -> Tensor:
+    """P(K > k) for each k of `counts` [N], for one pair of laws [V]: exact, [N].
 
     K counts the draft's arrivals up to the target's token, repeats included. They are independent and of law Q, so a
-    race with k children that are drawn with replacement accepts one of them with this probability. A token comes no
+    race with k children that are drawn with replacement accepts none of them with this probability. A token comes no
     later among distinct children, so a race of k distinct ones accepts at least as often (just as often if k = 1).
 
     The target's token is the arrival with the least time / w. This least value t is exponential of mean 1, whichever
@@ -84,10 +65,10 @@ def race_index_cdf(target_probs: Tensor, draft_probs: Tensor, children: int) -> 
     h(v) where t is not given.
     """
     target, _, excess = _race(target_probs, draft_probs)
-    if children < 1:
-        raise ValueError(f"children must be at least 1, got {children}")
-    later = torch.where(excess.isinf(), 1, excess / (1 + excess))
-    return torch.stack([1 - (target * later**count).sum(-1) for count in range(1, children + 1)], dim=-1)
+    if target.ndim != 1:
+        raise ValueError(f"expected laws [V], got shape {tuple(target.shape)}")
+    decay = -torch.log1p(1 / excess.where(excess > 0, 1))  # log of h / (1 + h)
+    return torch.where(excess > 0, torch.exp(counts[:, None] * decay), counts[:, None] == 0) @ target
 
 
 def race_index_entropy(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
@@ -96,28 +77,17 @@ def race_index_entropy(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     Terms up to k = 64 are summed one by one, and from there up to 10^15 in bins of 2%, within which P(K = k) is taken
     to be constant. This is too high by less than 1e-4 bits.
     """
-    target, _, excess = _race(target_probs, draft_probs)
-    if target.ndim != 1:
-        raise ValueError(f"expected laws [V], got shape {tuple(target.shape)}")
     edges = [*range(64), *(math.ceil(64 * 1.02**step) for step in range(1537))]
     bins = torch.tensor(edges, dtype=torch.float64)
-    decay = -torch.log1p(1 / excess.where(excess > 0, 1))  # log of h / (1 + h)
-    beyond = torch.where(excess > 0, torch.exp(bins[:, None] * decay), bins[:, None] == 0) @ target  # P(K > edge)
-    mass, width = -beyond.diff(), bins.diff()
+    mass, width = -race_index_beyond(target_probs, draft_probs, bins).diff(), bins.diff()
     return (torch.special.entr(mass) + mass * width.log()).sum() / math.log(2)
 
 
 class EntropyBounds(NamedTuple):
-    """Bounds on entropies in bits, each [...].
-
-    lower:  D, a lower bound of H[K]
-    upper:  D + log2(D + 2) + 2, an upper bound of H[K] and of the entropy of the place among distinct children
-    finer:  an upper bound of both from the mean of log2 K itself, never above `upper`
-    """
+    """Bounds in bits, each [...]: D, of H[K] from below, and D + log2(D + 2) + 2, of it from above."""
 
     lower: Tensor
     upper: Tensor
-    finer: Tensor
 
 
 def entropy_bounds(target_probs: Tensor, draft_probs: Tensor) -> EntropyBounds:
@@ -128,23 +98,15 @@ def entropy_bounds(target_probs: Tensor, draft_probs: Tensor) -> EntropyBounds:
     Q, greedy rejection included, but not for the place among *distinct* children: where Q(1) = 1 - e and P(2) = 1, the
     place is nearly always 2, its entropy is near 0, and D = -log2 e.
 
-    finer. E[K | v] = 1 + h(v), so E[log2 K] <= l = sum_v P(v) log2(1 + h(v)) by Jensen's inequality. The cross-entropy
+    upper. E[K | v] = 1 + h(v), so E[log2 K] <= l = sum_v P(v) log2(1 + h(v)) by Jensen's inequality. The cross-entropy
     of K with the law k^-s / zeta(s), s = 1 + 1 / l, and zeta(s) <= 1 + 1 / (s - 1) give H[K] <= l + log2(l + 1) + 1.
-    The place among distinct children is at most K, so its mean logarithm and its entropy have the same bound.
-
-    upper. h(v) <= w(v), so l <= D + sum_v P(v) log2(1 + 1 / w(v)) <= D + log2(1 + sum_v Q(v)) = D + 1. The constant in
-    Li & El Gamal's I + log2(I + 1) + 4 is 4; here it is 3, since D + 2 <= 2 (D + 1).
+    The place among distinct children is at most K, so its mean logarithm and its entropy have the same bound. h(v) <=
+    w(v), so l <= D + sum_v P(v) log2(1 + 1 / w(v)) <= D + log2(1 + sum_v Q(v)) = D + 1. The constant in Li & El Gamal's
+    I + log2(I + 1) + 4 is 4; here it is 3, since D + 2 <= 2 (D + 1).
     """
-    target, draft, excess = _race(target_probs, draft_probs)
+    target, draft = _laws(target_probs, draft_probs)
     divergence = torch.where(target > 0, target * (target.log2() - draft.log2()), 0).sum(-1).clamp_min(0)
-    mean_log = torch.where(target > 0, target * torch.log1p(excess) / math.log(2), 0).sum(-1)
-    upper, finer = (bits + torch.log2(bits + 1) + 1 for bits in (divergence + 1, mean_log))
-    return EntropyBounds(divergence, upper, finer)
-
-
-def entropy_bits(law: Tensor) -> Tensor:
-    """The entropy of laws [..., V] in bits, [...]."""
-    return torch.special.entr(law).sum(-1) / math.log(2)
+    return EntropyBounds(divergence, divergence + torch.log2(divergence + 2) + 2)
 
 
 def _race(target_probs: Tensor, draft_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:

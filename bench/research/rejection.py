@@ -20,9 +20,9 @@ children: all k fall into H with probability Q(H)^k, and the token that is chose
 the largest Q / P, because Q(H)^k - P(H) is convex in (Q(H), P(H)).
 
 The first row, the race and naive-distinct share --draws draws of the children at each position; the others are exact.
-What is printed are means over positions, with standard errors that take prompts as the independent units. A star marks
-the lowest rate, and those that paired differences over prompts cannot tell from it (two standard errors). The power law
-is rate = a k^-b, by least squares of log rate on log k for all k from 1 to --children; the error of b is a jackknife
+Rates are means over positions, and standard errors take prompts as the independent units. "lowest" names the lowest
+rate, and those that paired differences over prompts cannot tell from it (two standard errors). The power law is
+rate = a k^-b, by least squares of log rate on log k for all k from 1 to --children; the error of b is a jackknife
 over the prompts.
 """
 
@@ -202,14 +202,9 @@ def print_table(temperature: str, result: dict) -> None:
     """Rates at powers of two, a row for each method."""
     shown, rows = [2**power for power in range(len(result["lowest"]).bit_length())], []
     for name, method in result["methods"].items():
-        marks = {count: "*" * (name in result["lowest"][str(count)]) for count in shown}
-        cells = {f"k = {count}": f"{method['rejection'][count - 1]:.3f}{marks[count]}" for count in shown}
-        law = method["power_law"]
-        exponent = None if None in law.values() else f"{law['exponent']:.2f} ± {law['exponent_standard_error']:.2f}"
-        rows.append({"method": name} | cells | {"exponent b": exponent, "r²": law["r_squared"]})
+        cells = {f"k = {count}": f"{method['rejection'][count - 1]:.3f}" for count in shown}
+        rows.append({"method": name} | cells | method["power_law"])
     show(rows, title=f"rejection rate at temperature {temperature}")
-    error = max(max(method["standard_error"]) for method in result["methods"].values())
-    print(f"  * lowest, or not told from it; standard errors over prompts up to {error:.3f}")
 
 
 def draw_plot(results: dict[str, dict], path: Path) -> None:

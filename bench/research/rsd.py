@@ -8,13 +8,13 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from book import RSD_FAMILIES
 from exact import without_replacement
 from papers_setting import Evaluated, Row, Setting
 from rejection import kseq_multiplier, least_rejection, rounds_rejection, uncovered
 
 from heavypath.speculative import TokenTree
 
+FAMILIES = {1: ("RSD-S",), 2: ("RSD-C", "RSD-S")}  # those that the paper has ahead, by experiment
 # Experiment 1: levels, then sequences and levels of SpecTr and RSD-S.
 PAIRS = {2: [(2, 2), (3, 2)], 3: [(3, 3), (4, 3)], 4: [(5, 4), (7, 4)], 5: [(6, 5), (12, 5)]}
 # Experiment 2: nodes, then the same and the branching of RSD-C.
@@ -84,7 +84,7 @@ def experiment(setting: Setting, number: int, sampling: str, contexts: int, seed
             "group": shape.group, "family": shape.family, "size": shape.size, "levels": shape.levels, **own.row,
             "mbsu": round(own.row["tokens"] / (1 + shape.levels * setting.ratio), 4),
         })  # fmt: skip
-        group, theirs = best.setdefault(shape.group, {}), shape.family in RSD_FAMILIES[number]
+        group, theirs = best.setdefault(shape.group, {}), shape.family in FAMILIES[number]
         if theirs not in group or own.row["tokens"] > group[theirs].row["tokens"]:
             group[theirs] = own
     ahead = {name: each[True].over(each[False]) for name, each in best.items() if len(each) == 2}
@@ -117,6 +117,6 @@ def bernoulli(setting: Setting) -> Row:
 
 PARTS = {"rsd-bernoulli": bernoulli} | {
     f"rsd-{number}-at-{sampling}": partial(experiment, number=number, sampling=sampling, contexts=contexts, seeds=seeds)
-    for number in RSD_FAMILIES
+    for number in FAMILIES
     for sampling, contexts, seeds in (("0.3", 6, 1), ("1", 2, 5))
 }

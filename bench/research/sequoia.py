@@ -13,12 +13,13 @@ from functools import cache, partial
 import torch
 from batches import jackknife
 from bounds import tree_bounds
+from llamas import ON_DEVICE, machine_of
 from papers_setting import Row, Setting
-from published import APPENDIX_E, DRAFT_MS, TABLE_1, TARGET_MS, time_of
+from published import APPENDIX_E, LEVEL, TABLE_1, time_of
 from rejection import power_law, rounds_rejection
 from simulation.formulas import Setting as Machine
 from simulation.hardware import DEVICES
-from simulation.shapes import SHAPES, ModelSize
+from simulation.shapes import SHAPES
 from torch import Tensor
 
 from heavypath.kernels.sampling import gumbel_topk
@@ -28,14 +29,6 @@ from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
 from heavypath.speculative.trees.acceptance import chain_acceptance
 
 CHILDREN, DRAWS = 64, 8
-JF68M, SHEARED = ModelSize.llama(2, 768, 3072, 12, 12), ModelSize.llama(24, 2048, 5504, 16, 16)
-# Tables 3 and 4: pairs by device.
-ON_DEVICE = {
-    "Llama-2-13B, JF68M, A100": ("a100-80gb", "llama-2-13b", JF68M),
-    "Vicuna-33B, SL-1.3B, A100": ("a100-80gb", "vicuna-33b", SHEARED),
-    "Llama-2-7B, JF68M, L40": ("l40", "llama-2-7b", JF68M),
-    "Llama-2-13B, JF68M, L40": ("l40", "llama-2-13b", JF68M),
-}
 
 
 @cache
@@ -232,15 +225,14 @@ def verification(setting: Setting) -> Row:
 def chosen(setting: Setting) -> Row:
     """Tables 1, 3 and 4: t(128) that table 1's rows imply; and the trees chosen by its constants, and by rooflines."""
     implied = [
-        {"text": text, "t": round(tokens / speedup - levels * DRAFT_MS / TARGET_MS, 4)}
+        {"text": text, "t": round(tokens / speedup - levels * LEVEL, 4)}
         for text, ((_, levels), speedup, tokens) in TABLE_1.items()
     ]
     rows, sizes = [], [2**power for power in range(10)]
-    by_table_1 = {size: time_of(size) for size in sizes[:8]}, DRAFT_MS / TARGET_MS
+    by_table_1 = {size: time_of(size) for size in sizes[:8]}, LEVEL
     costs = {("table 1's constants", 0.6): by_table_1, ("table 1's constants", 0.0): by_table_1}
-    for pair, (device, target, draft) in ON_DEVICE.items():
-        machine = Machine(DEVICES[device], SHAPES[target], draft)
-        level = (machine.step(1, 1) - machine.step(1, 0)) / machine.step(1, 0)
+    for pair in ON_DEVICE:
+        machine, level = machine_of(pair)
         costs[pair, 0.6] = (seconds(machine, sizes), level)
     for (name, temperature), (verify, level) in costs.items():
         vector = planning_vector(setting, temperature)
@@ -256,7 +248,7 @@ def bounded(setting: Setting) -> Row:
     """Figure 7: the speed-up of the best tree of n nodes where its depth is chosen, and where it is not."""
     vector, rows, (here, level_here) = planning_vector(setting, 0.6), [], costs_here(setting)
     machines = {
-        "table 1's constants": (time_of, DRAFT_MS / TARGET_MS),
+        "table 1's constants": (time_of, LEVEL),
         "this processor, measured": (here.__getitem__, level_here),
     }
     for name, (cost, level) in machines.items():
@@ -305,17 +297,11 @@ def defaults(setting: Setting) -> Row:
     """
     rows = []
     for temperature in (0.0, 0.6):
-        trees = {
-            "best, 64 nodes": greedy_tree(planning_vector(setting, temperature), 64),
-            "5 x 8": TokenTree.independent(5, 8),
-        }
-        ways = {
-            "best, 64 nodes": ("sequoia", {"tree": trees["best, 64 nodes"]}),
-            "5 x 8": ("specinfer", {"tree": trees["5 x 8"]}),
-        }
+        best, five = greedy_tree(planning_vector(setting, temperature), 64), TokenTree.independent(5, 8)
+        ways = {"best, 64 nodes": ("sequoia", {"tree": best}), "5 x 8": ("specinfer", {"tree": five})}
         for row in compared(setting, ways, temperature=temperature):
-            tree = trees[row["way"]]
-            cost = time_of(len(tree)) + tree.depth * DRAFT_MS / TARGET_MS
+            tree = ways[row["way"]][1]["tree"]
+            cost = time_of(len(tree)) + tree.depth * LEVEL
             rows.append({"temperature": temperature} | row | {"speedup": round(row["tokens"] / cost, 4)})
     return {"rows": rows}
 

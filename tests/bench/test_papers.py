@@ -9,7 +9,7 @@ import torch
 from bench_scripts import script
 from tiny_models import tiny_llama
 
-from heavypath.speculative import PromptLookup, SpeculativeDecoder
+from heavypath.speculative import PromptLookup, SpeculativeDecoder, TokenTree, expected_tokens
 
 
 def stats(tokens, steps):
@@ -34,10 +34,28 @@ def test_the_constants_of_sequoia_and_what_they_imply():
     """Table 1, C4 at T = 0: 5.08 tokens at 4.04 times the speed leave 1.257 tokens' time, 10 levels take 0.207."""
     sequoia, published = script("sequoia"), script("published")
     (nodes, levels), speedup, tokens = published.TABLE_1["C4, T = 0"]
-    assert (nodes, round(tokens / speedup - levels * published.DRAFT_MS / published.TARGET_MS, 3)) == (128, 1.051)
+    assert (nodes, round(tokens / speedup - levels * published.LEVEL, 3)) == (128, 1.051)
     assert sequoia.sequences([0.5, 0.4], 3).depth == 1  # 1.9 tokens, where a chain of two has 1.75
     assert sequoia.sequences([0.9, 0.01], 5).depth == 4
     assert sequoia.falling(torch.tensor([0.1, 0.5])) == pytest.approx([0.5, 0.1])
+
+
+def test_tokens_of_sequences_and_the_law_that_is_fitted_to_their_speed_ups():
+    """Half of the first children, and 3/4 of the first two: two chains of two have 1 + 3/4 (1 + 1/2) tokens."""
+    llamas, published = script("llamas"), script("published")
+    assert llamas.tokens_of(0.5, 1.0, 2, 2) == pytest.approx(2.125)
+    assert expected_tokens(TokenTree.independent(2, 2), llamas.vector_of(0.5, 1.0)) == pytest.approx(2.125)
+    sweep = {width: dict.fromkeys((1, 4, 16), 0.0) for width in (1, 4)}
+    for width, depth, _, time in llamas.cells(sweep):
+        sweep[width][depth] = llamas.tokens_of(0.7, 0.4, width, depth) / time
+    assert llamas.fitted(sweep) == pytest.approx((0.7, 0.4, 0))
+    assert len([*llamas.cells(published.TABLE_5)]) == len([*llamas.cells(published.TABLE_6)]) == 30
+    assert all(len(rows) == 6 for rows in published.TABLES_3_4.values())
+
+
+def test_a_chain_predicts_longer_ones_by_one_rate():
+    predicted = script("llamas").predicted
+    assert predicted(sum(0.5**level for level in range(9)), 2) == pytest.approx(1.75)
 
 
 def test_the_best_k_ary_tree_by_hand():

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 from bench_scripts import script
@@ -193,7 +194,7 @@ def test_the_papers_rows_follow_from_their_own_constants(monkeypatch, capsys):
     offloading = script("offloading")
 
     rows = [row for row in offloading.rows() if row.tokens is not None]
-    far = [(row.device, row.target) for row in rows if abs(row.ratio - 1) > offloading.WITHIN]
+    far = [(row.device, row.target) for row in rows if abs(row.ratio - 1) > 0.15]
     assert len(rows) == 42
     assert far == [("rtx-2080-ti", "llama-2-13b"), ("a100-40gb", "llama-2-70b")]
     for row in rows:
@@ -204,9 +205,11 @@ def test_the_papers_rows_follow_from_their_own_constants(monkeypatch, capsys):
     own = offloading.own_rows()
     assert len(own) == 4
     assert all(row.setting.plain is None and abs(row.ratio - 1) < 0.04 for row in own), "of this repository's stream"
+    assert fmean(abs(row.ratio - 1) for row in rows) == pytest.approx(0.047, abs=0.0005)
+    assert sum(abs(row.flat - 1) <= 0.15 for row in rows) == 28
+    assert fmean(abs(row.flat - 1) for row in rows) == pytest.approx(0.120, abs=0.0005)
     offloading.main([])
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "Of the papers' rows 40 of 42 within 15%, 4.7% off on average; 28 of 42 within 15%, 12.0% off" in printed
+    assert "llama-2-22b" in capsys.readouterr().out
 
 
 def simulated(capsys, options):
