@@ -392,7 +392,7 @@ def predictions() -> None:
 def offloading() -> None:
     """The papers' seconds per token for large targets: published, and simulated."""
     groups: dict[str, list[Row]] = {}
-    for row in results("offloading")["rows"]:
+    for row in results("papers")["offloading"]["rows"]:
         if row["ratio"] is not None:
             groups.setdefault(row["source"].split("; ")[0], []).append(row)
     ours = "this repository: python bench/scale.py stream"
@@ -416,31 +416,25 @@ def offloading() -> None:
         f"Of the {len(own)} published rows simulation is within 15% in {near[0]}, and flat in {near[1]}; they are "
         f"{off(own)} off on average, {off(small)} up to 64 nodes ({len(small)} rows), {off(large)} for about 768."
     )
-    source("offloading")
     cog.outl()
 
 
 def part(source: str, *rules: str) -> None:
     """The fields and rows of a part of research/papers.py that research/book.py shows, and verdicts on it."""
     own = _book()
-    fields, where = own.SHOWN[source]
-    heads = ["ahead by" if field == "first over it" else field for field in fields]
-    table(heads, own.result_rows(source, fields, where))
+    heads = ["ahead by" if field == "first over it" else field for field in own.SHOWN[source][0]]
+    table(heads, own.result_rows(source, results("papers")[source]))
     cog.outl()
     verdicts(source, *rules)
 
 
 def verdicts(source: str, *rules: str) -> None:
     """The command of a part, and whether results show what a paper claims, by rules of research/verdicts.py."""
-    own = _book()
-    facts = own.found_in(source)
-    said = [own.judged(source, rule) for rule in rules]
-    words = f"Shown if {'; if '.join(said)}." if said else ""
-    if "environment" not in facts:
-        command = code(facts["command"].removeprefix("python bench/research/papers.py "))
-        number = facts["prompts"]
-        prompts = "" if number == PROMPTS else f", {number} prompt{'s' * (number > 1)}"
-        words = f"{command}{prompts}. {words}".strip()
+    own, found = _book(), results("papers")[source]
+    number, said = found["prompts"], [own.judged(found, rule) for rule in rules]
+    words = code(found["command"].removeprefix("python bench/research/papers.py "))
+    words += "" if number == PROMPTS else f", {number} prompt{'s' * (number > 1)}"
+    words += f". Shown if {'; if '.join(said)}." if said else "."
     cog.outl(words)
     cog.outl()
 
@@ -449,12 +443,12 @@ def ahead(*parts: str) -> None:
     """RSD's experiments by group: the best of its families over the best of the others; decoded ones are not judged."""
     own, rows = _book(), []
     for source in parts:
-        facts = own.found_in(source)
-        exact = all("contexts" in row for row in facts["rows"])
+        found = results("papers")[source]
+        exact = all("contexts" in row for row in found["rows"])
         rows.append([
-            code(facts["command"].removeprefix("python bench/research/papers.py ")),
-            "; ".join(f"{group}: {own.printed(more)}" for group, more in facts["ahead"].items()),
-            own.verdict_of(source, "family_ahead") if exact else "not judged",
+            code(found["command"].removeprefix("python bench/research/papers.py ")),
+            "; ".join(f"{group}: {own.printed(more)}" for group, more in found["ahead"].items()),
+            own.judged(found, "family_ahead").split(": ")[1] if exact else "not judged",
         ])  # fmt: skip
     table(["part", "RSD's best less the best of the others", "verdict"], rows)
 
@@ -463,13 +457,3 @@ def _book() -> Any:
     if str(BENCH / "research") not in sys.path:
         sys.path.append(str(BENCH / "research"))
     return importlib.import_module("book")
-
-
-def rejection(children: Sequence[int]) -> None:
-    """How often none of k children is accepted, at T = 0.6."""
-    found = results("rejection")["temperature"]["0.6"]["methods"]
-    rows = [[name, *(f"{row['rejection'][k - 1]:.3f}" for k in children), f"{row['power_law']['exponent']:.2f}"]
-            for name, row in found.items() if name != "naive-distinct"]  # which is in no paper  # fmt: skip
-    table(["", *(f"k = {k}" for k in children), "exponent"], rows)
-    source("rejection")
-    cog.outl()

@@ -1,54 +1,16 @@
 """What docs/papers.md shows of results: fields and rows of each part, and verdicts."""
 
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import beside  # noqa: F401
 import verdicts
-from published import LEVEL, time_of
 from verdicts import Found
 
-RESULTS = Path(__file__).parents[1] / "results"
 
-
-def found_in(source: str) -> Found:
-    """The results of a part, or of another file. Raises KeyError for a part that has not been run."""
-    other = RESULTS / f"{source}-cpu.json"
-    if other.exists():
-        content = json.loads(other.read_text(encoding="utf-8"))
-        return content | content["environment"]
-    every = json.loads((RESULTS / "papers-cpu.json").read_text(encoding="utf-8"))
-    found = every[source]
-    if source in ("sequoia-shapes", "sequoia-greedy-shapes"):
-        return found | by_table_1(found, every["sequoia-chosen"], 0.6 if source == "sequoia-shapes" else 0.0)
-    return found
-
-
-def by_table_1(found: Found, chosen: Found, temperature: float) -> Found:
-    """Tables 5 and 6: the speed-up of each cell by table 1's constants, and of the tree that they choose.
-
-    Speed-ups are tokens / (t(n) + d c). The chosen tree has its expected tokens, the cells what they decoded.
-    """
-    rows = []
-    for row in found["rows"]:
-        cost = time_of(1 + row["width"] * row["depth"]) + row["depth"] * LEVEL
-        rows.append(row | {"speedup": row["tokens"] / cost, "error": row["error"] / cost})
-    (tree,) = (
-        row["speedup"] for row in chosen["rows"] if "table 1" in row["costs"] and row["temperature"] == temperature
-    )
-    return {"rows": rows, "tree": tree}
-
-
-def verdict_of(source: str, rule: str) -> str:
-    """The verdict of a rule on results, in bold."""
-    return f"**{verdicts.verdict(getattr(verdicts, rule)(found_in(source)))}**"
-
-
-def judged(source: str, rule: str) -> str:
-    """A rule in words, which is its docstring, and its verdict."""
-    return f"{getattr(verdicts, rule).__doc__}: {verdict_of(source, rule)}"
+def judged(found: Found, rule: str) -> str:
+    """A rule in words, which is its docstring, and its verdict on results."""
+    own = getattr(verdicts, rule)
+    return f"{own.__doc__}: **{verdicts.verdict(own(found))}**"
 
 
 def printed(value: Any) -> str:
@@ -87,6 +49,10 @@ def shaped(*shapes: tuple[int, int]) -> Callable[[Found], bool]:
 
 
 SHOWN: dict[str, tuple[Sequence[str], Callable[[Found], bool]]] = {  # of a part: the fields and rows on the page
+    "rejection": (
+        ("method", "k = 1", "k = 4", "k = 32", "exponent"),
+        lambda row: row["temperature"] == 0.6 and row["method"] != "naive-distinct",  # which is in no paper
+    ),
     "sequoia-planned": (
         ("nodes", "at most", "levels", "children of the root", "expected"), lambda row: row["nodes"] in (8, 64, 256),
     ),
@@ -138,13 +104,11 @@ SHOWN: dict[str, tuple[Sequence[str], Callable[[Found], bool]]] = {  # of a part
 }  # fmt: skip
 
 
-def result_rows(source: str, fields: Sequence[str], where: Callable[[Found], bool]) -> list[list[str]]:
-    """Rows of a part's results, with these fields; `tokens` with its error."""
+def result_rows(source: str, found: Found) -> list[list[str]]:
+    """The rows of a part that the page has; `tokens` with its error."""
+    fields, where = SHOWN[source]
     return [
-        [
-            f"{row['tokens']:.2f} ± {row['error']:.2f}" if field == "tokens" else printed(row.get(field))
-            for field in fields
-        ]
-        for row in found_in(source)["rows"]
+        [printed([row["tokens"], row["error"]] if field == "tokens" else row.get(field)) for field in fields]
+        for row in found["rows"]
         if where(row)
     ]

@@ -1,6 +1,4 @@
-"""What the papers measured of targets larger than a GPU, beside what their own constants say.
-
-    python bench/research/offloading.py
+"""The part of papers.py for targets larger than a GPU: what papers measured, beside what their constants say.
 
 Sequoia (Chen et al. 2024) and DySpec (Xiong et al. 2024) decode Llamas whose weights lie in the host's memory. Each row
 is simulated by bench/simulation/formulas.py. In go
@@ -31,12 +29,11 @@ without a tree.
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import beside  # noqa: F401
-from common import argument_parser, environment, report
+from common import Row
 from published import PLAIN_SECONDS, TABLE_3, TABLE_4
 from simulation.formulas import Setting
 from simulation.hardware import DEVICES
@@ -154,18 +151,16 @@ def own_rows() -> list[Published]:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = argument_parser(__doc__, threads=False).parse_args(argv)
-    facts = (
+def simulated(setting: object) -> Row:
+    """Published rows, and our own, beside what is simulated."""
+    return {"rows": [
         {
             "source": row.source, "what": row.what, "device": row.device, "target": row.target, "tree": row.tree,
             "baseline": row.setting.step(1, 0), "tokens": row.tokens, "published": row.seconds,
             "simulated": row.simulated, "ratio": row.ratio, "flat": row.flat,
         }
         for row in [*rows(), *own_rows()]
-    )  # fmt: skip
-    report(facts, environment("cpu"), arguments.json)
+    ]}  # fmt: skip
 
 
-if __name__ == "__main__":
-    main()
+PARTS = {"offloading": simulated}

@@ -24,6 +24,8 @@ import beside  # noqa: F401
 import dyspec
 import ersd
 import llamas
+import offloading
+import rejection
 import rsd
 import sequoia
 import survey
@@ -35,12 +37,12 @@ from heavypath.speculative.demo import demo_prompts
 
 PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
     **sequoia.PARTS, **dyspec.PARTS, **ersd.PARTS, **rsd.PARTS, **survey.PARTS,
-    **llamas.PARTS,
+    **llamas.PARTS, **rejection.PARTS, **offloading.PARTS,
 }  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argument_parser(__doc__, plot="a folder for the figure of --results (needs matplotlib)")
+    parser = argument_parser(__doc__, plot="a folder for the figures of --results (needs matplotlib)")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
     parser.add_argument("--prompts", type=int, help="at least 2; default: all")
     parser.add_argument("--tokens", type=int, help="the most that a part decodes after each prompt")

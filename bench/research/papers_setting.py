@@ -15,7 +15,6 @@ import torch
 from batches import Texts, batch_of, jackknife, tokens_per_forward
 from common import Row, paper_verifier, token_ids
 from exact import RULES, ExactSteps, Step
-from rejection import positions
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
@@ -138,10 +137,17 @@ class Setting:
         return Evaluated(row, tokens, steps)
 
     @lru_cache(maxsize=1)  # noqa: B019
+    @torch.no_grad()
     def contexts(self, temperature: float) -> list[tuple[Tensor, Tensor]]:
-        """Logits [R, V] of target and draft at each position of each text that the target wrote."""
-        written = 4 if self.small else WRITTEN
-        return [*positions(self.pair, self.prompts, new_tokens=written, temperature=temperature, seed=self.seed)]
+        """Logits [R, V] of target and draft before each token of each text that the target wrote."""
+        count, found = 4 if self.small else WRITTEN, []
+        for prompt, text in zip(self.texts.prompts, self.written(temperature, None, self.seed), strict=True):
+            tokens = torch.cat([prompt, text[None, : count - 1]], dim=1)
+            target, draft = (
+                model(tokens, logits_to_keep=count).logits[0].float() for model in (self.pair.target, self.pair.draft)
+            )
+            found.append((target, draft))
+        return found
 
     def laws(self, temperature: float, top_p: float | None = None) -> list[tuple[Tensor, Tensor]]:
         """Probabilities [R, V] of target and draft, fp64, for each prompt."""

@@ -1,6 +1,4 @@
-"""Rejection rate against the number of children, for every way to verify: Sequoia's figure 3 on the shipped pair.
-
-    python bench/research/rejection.py [--temperatures 0.2 0.6 1.0] [--children 32] [--json FILE] [--plot FILE]
+"""The part of papers.py for Sequoia's figure 3: the rejection rate by the number of children, for every way to verify.
 
 The rate is the probability that none of k children is accepted, so that the step ends at this position. Positions are
 those that decoding meets: held-out prompts continued by samples of the target at the same temperature. With target P,
@@ -19,41 +17,26 @@ product telescopes. The last row is no method but what optimal transport leaves 
 children: all k fall into H with probability Q(H)^k, and the token that is chosen with P(H). The maximum is at a set of
 the largest Q / P, because Q(H)^k - P(H) is convex in (Q(H), P(H)).
 
-The first row, the race and naive-distinct share --draws draws of the children at each position; the others are exact.
+The first row, the race and naive-distinct share draws of the children at each position; the others are exact.
 Rates are means over positions, and standard errors take prompts as the independent units. "lowest" names the lowest
 rate, and those that paired differences over prompts cannot tell from it (two standard errors). The power law is
-rate = a k^-b, by least squares of log rate on log k for all k from 1 to --children; the error of b is a jackknife
-over the prompts.
+rate = a k^-b, by least squares of log rate on log k for all k; the error of b is a jackknife over the prompts.
 """
 
 import math
-import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-import beside  # noqa: F401
 import torch
-from common import argument_parser, environment, figure_of, made, options_of, quiet_demo_pair, show, write_results
+from papers_setting import Row, Setting
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.noise import Stream, gumbel_noise
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.speculative import SpeculativeDecoder
-from heavypath.speculative.demo import DemoPair, demo_prompts
 from heavypath.speculative.trees.acceptance import chain_acceptance
 
 SEQUOIA, BOUND = "without replacement", "least for i.i.d."
-LABELS = {
-    SEQUOIA: "without replacement (Sequoia, RSD, DySpec)",
-    "with replacement": "with replacement (SpecInfer)",
-    "k-seq": "k-seq (SpecTr)",
-    "race": "race (ERSD)",
-    "naive-distinct": "naive-distinct",
-    "top-k": "top-k",
-    BOUND: "least for i.i.d. children",
-}
+METHODS = (SEQUOIA, "with replacement", "k-seq", "race", "naive-distinct", "top-k", BOUND)
 BISECTIONS = 40  # of an interval whose length is k - 1
 
 
@@ -180,102 +163,25 @@ def _standard_error(rate: Tensor) -> Tensor:
     return rate.std(0) / math.sqrt(len(rate))
 
 
-@torch.no_grad()
-def positions(
-    pair: DemoPair, prompts: Sequence[str], *, new_tokens: int, temperature: float, seed: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Target's and draft's logits [new_tokens, V] before each token that the target samples after each prompt."""
-    inputs = pair.tokenizer(list(prompts), return_tensors="pt", padding=True)
-    decoder = SpeculativeDecoder(pair.target, pair.draft, "autoregressive")
-    texts = decoder.generate(
-        **inputs, max_new_tokens=new_tokens, temperature=temperature, seed=seed, eos_token_id=None
-    ).sequences
-    for text, padding in zip(texts, (inputs.attention_mask == 0).sum(1).tolist(), strict=True):
-        target_logits, draft_logits = (
-            model(text[None, padding:-1], logits_to_keep=new_tokens).logits[0].float()
-            for model in (pair.target, pair.draft)
-        )
-        yield target_logits, draft_logits
-
-
-def print_table(temperature: str, result: dict) -> None:
-    """Rates at powers of two, a row for each method."""
-    shown, rows = [2**power for power in range(len(result["lowest"]).bit_length())], []
-    for name, method in result["methods"].items():
-        cells = {f"k = {count}": f"{method['rejection'][count - 1]:.3f}" for count in shown}
-        rows.append({"method": name} | cells | method["power_law"])
-    show(rows, title=f"rejection rate at temperature {temperature}")
-
-
-def draw_plot(results: dict[str, dict], path: Path) -> None:
-    """One panel for each temperature, both axes logarithmic."""
-    figure = figure_of(3.9 * len(results), 4.6)
-    panels = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
-    for axes, (temperature, result) in zip(panels, results.items(), strict=True):
-        for place, (name, method) in enumerate(result["methods"].items()):
-            rate = method["rejection"]
-            look = {"color": f"C{place}", "linewidth": 2.4 if name == SEQUOIA else 1.5}
-            if name == BOUND:
-                look = {"color": "0.45", "linestyle": (0, (4, 2)), "linewidth": 1.2}
-            axes.plot(range(1, len(rate) + 1), rate, label=LABELS[name], **look)
-        law = result["methods"][SEQUOIA]["power_law"]
-        if law["exponent"] is not None:
-            fitted = [law["factor"] * count ** -law["exponent"] for count in range(1, len(rate) + 1)]
-            axes.plot(range(1, len(rate) + 1), fitted, "k:", label="power law of Sequoia's")
-            text = f"{law['factor']:.2f} $k^{{-{law['exponent']:.2f}}}$,  $r^2$ = {law['r_squared']:.3f}"
-            axes.text(0.04, 0.04, text, transform=axes.transAxes)
-        axes.set(xscale="log", yscale="log", title=f"temperature {temperature}", xlabel="children k")
-        axes.set_xticks(ticks := [2**power for power in range(len(rate).bit_length())], [str(tick) for tick in ticks])
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("rejection rate: none of k accepted")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    figure.suptitle("How often all k children are rejected, on the shipped demo pair")
-    figure.savefig(made(path), dpi=100)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argument_parser(
-        __doc__, threads=False, plot="draw a picture to this file, a .png or .svg (needs matplotlib)"
-    )
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.2, 0.6, 1.0])
-    parser.add_argument("--children", type=int, default=32)
-    parser.add_argument("--prompts", type=int, default=24, help="at least 2")
-    parser.add_argument("--new-tokens", type=int, default=64, help="positions after each prompt")
-    parser.add_argument("--draws", type=int, default=32, help="of the children, at each position")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = options_of(parser, argv, temperatures=[1.0], children=4, prompts=2, new_tokens=3, draws=2)
-    pair = quiet_demo_pair()
-    prompts = demo_prompts()[: arguments.prompts]
-    if len(prompts) < 2 or min(arguments.new_tokens, arguments.draws) < 1 or min(arguments.temperatures) <= 0:
-        parser.error("expected at least 2 prompts, 1 new token and 1 draw, and temperatures above 0")
-    if not 1 <= arguments.children <= pair.target.config.vocab_size:
-        parser.error(f"--children must be in 1 .. {pair.target.config.vocab_size}, got {arguments.children}")
-
-    results = {}
-    for temperature in arguments.temperatures:
-        contexts = positions(
-            pair, prompts, new_tokens=arguments.new_tokens, temperature=temperature, seed=arguments.seed
-        )
+def figure_3(setting: Setting) -> Row:
+    """Figure 3: rates with 1 .. 32 children at three temperatures, by all ways to verify."""
+    children, draws, temperatures = (4, 2, (1.0,)) if setting.small else (32, 32, (0.2, 0.6, 1.0))
+    found, rows = {}, []
+    for temperature in temperatures:
         rates = [
             rejection_rates(
-                *logits,
-                arguments.children,
-                temperature=temperature,
-                draws=arguments.draws,
-                seed=arguments.seed + 1,  # the texts were drawn with the noise of --seed
-                row=index * arguments.new_tokens * arguments.draws,
+                target, draft, children, temperature=temperature, draws=draws,
+                seed=setting.seed + 1,  # the texts were drawn with the noise of the seed itself
+                row=index * len(target) * draws,
             )
-            for index, logits in enumerate(contexts)
-        ]
-        result = summary({name: torch.stack([rate[name] for rate in rates]) for name in LABELS})
-        results[str(temperature)] = result
-        print_table(str(temperature), result)
-    facts = environment("cpu", arguments, "new_tokens", "draws", "seed")
-    facts |= {"prompts": len(prompts), "seconds": round(time.process_time(), 1)}
-    write_results(arguments.json, facts, temperature=results)
-    if arguments.plot is not None:
-        draw_plot(results, arguments.plot)
+            for index, (target, draft) in enumerate(setting.contexts(temperature))
+        ]  # fmt: skip
+        result = summary({name: torch.stack([rate[name] for rate in rates]) for name in METHODS})
+        found[str(temperature)] = result
+        for name, method in result["methods"].items():
+            cells = {f"k = {2**power}": method["rejection"][2**power - 1] for power in range(children.bit_length())}
+            rows.append({"temperature": temperature, "method": name, **cells, **method["power_law"]})
+    return {"rows": rows, "temperature": found}
 
 
-if __name__ == "__main__":
-    main()
+PARTS = {"rejection": figure_3}

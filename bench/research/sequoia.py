@@ -29,6 +29,7 @@ from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
 from heavypath.speculative.trees.acceptance import chain_acceptance
 
 CHILDREN, DRAWS = 64, 8
+SIZES = [2**power for power in range(10)]  # of trees
 
 
 @cache
@@ -159,18 +160,20 @@ def pairs(setting: Setting) -> Row:
 
 
 def shapes(setting: Setting, temperature: float) -> Row:
-    """Tables 5 and 6: SpecInfer's width and depth, at most 128 tokens, and 5 x 8."""
+    """Tables 5 and 6: SpecInfer's width and depth, at most 128 tokens, and 5 x 8; speed-ups by table 1's constants.
+
+    tree: the speed-up of the tree that they choose, by its expected tokens
+    """
     powers = (1, 2) if setting.small else (1, 2, 4, 8, 16, 32, 64, 128)
-    grid = [*((width, depth) for width in powers for depth in powers if width * depth <= 128), (5, 8)]
-    return {
-        "rows": [
-            {"width": width, "depth": depth}
-            | setting.decode(
-                "specinfer", temperature=temperature, tokens=48, tree=TokenTree.independent(width, depth)
-            ).row
-            for width, depth in grid
-        ]
-    }
+    grid, rows = [*((width, depth) for width in powers for depth in powers if width * depth <= 128), (5, 8)], []
+    for width, depth in grid:
+        tree = TokenTree.independent(width, depth)
+        row = setting.decode("specinfer", temperature=temperature, tokens=48, tree=tree).row
+        cost = time_of(len(tree)) + depth * LEVEL
+        speedup = [round(row[name] / cost, 4) for name in ("tokens", "error")]
+        rows.append({"width": width, "depth": depth, **row, "speedup": speedup})
+    plan = select_tree(planning_vector(setting, temperature), {size: time_of(size) for size in SIZES[:8]}, LEVEL)
+    return {"tree": round(plan.speedup, 4), "rows": rows}
 
 
 def wide_and_deep(setting: Setting) -> Row:
@@ -187,15 +190,14 @@ def wide_and_deep(setting: Setting) -> Row:
     return {"rows": rows}
 
 
-def seconds(machine: Machine, sizes: Sequence[int]) -> dict[int, float]:
+def seconds(machine: Machine) -> dict[int, float]:
     """t(n) by a roofline: a pass over n nodes in tokens of plain decoding."""
-    return {size: machine.device(size) / machine.device(1) for size in sizes}
+    return {size: machine.device(size) / machine.device(1) for size in SIZES}
 
 
 @cache
 def costs_here(setting: Setting) -> tuple[dict[int, float], float]:
     """t(n) of the shipped target on this processor, and c, the draft's pass over one token, both by processor time."""
-    sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
     def least(model: Callable, size: int) -> float:
         taken = []
@@ -206,19 +208,19 @@ def costs_here(setting: Setting) -> tuple[dict[int, float], float]:
             taken.append(time.process_time() - begin)
         return min(taken)
 
-    own = {size: least(setting.pair.target, size) for size in sizes}
-    return {size: own[size] / own[1] for size in sizes}, least(setting.pair.draft, 1) / own[1]
+    own = {size: least(setting.pair.target, size) for size in SIZES}
+    return {size: own[size] / own[1] for size in SIZES}, least(setting.pair.draft, 1) / own[1]
 
 
 def verification(setting: Setting) -> Row:
     """Figure 8: t(n) of the papers' targets by roofline, and of the shipped target by the processor's time here."""
-    sizes, rows = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512], []
+    rows = []
     for device in ("a100-80gb", "l40"):
         for name in ("llama-2-7b", "llama-2-13b", "vicuna-33b"):
-            curve = seconds(Machine(DEVICES[device], SHAPES[name]), sizes)
-            rows.append({"device": device, "target": name, **{str(size): round(curve[size], 3) for size in sizes}})
+            curve = seconds(Machine(DEVICES[device], SHAPES[name]))
+            rows.append({"device": device, "target": name, **{str(size): round(curve[size], 3) for size in SIZES}})
     here, level = costs_here(setting)
-    timed = {str(size): round(here[size], 3) for size in sizes}
+    timed = {str(size): round(here[size], 3) for size in SIZES}
     return {"rows": [*rows, {"device": "this processor", "target": "shipped", **timed}], "c": round(level, 4)}
 
 
@@ -228,12 +230,11 @@ def chosen(setting: Setting) -> Row:
         {"text": text, "t": round(tokens / speedup - levels * LEVEL, 4)}
         for text, ((_, levels), speedup, tokens) in TABLE_1.items()
     ]
-    rows, sizes = [], [2**power for power in range(10)]
-    by_table_1 = {size: time_of(size) for size in sizes[:8]}, LEVEL
+    rows, by_table_1 = [], ({size: time_of(size) for size in SIZES[:8]}, LEVEL)
     costs = {("table 1's constants", 0.6): by_table_1, ("table 1's constants", 0.0): by_table_1}
     for pair in ON_DEVICE:
         machine, level = machine_of(pair)
-        costs[pair, 0.6] = (seconds(machine, sizes), level)
+        costs[pair, 0.6] = (seconds(machine), level)
     for (name, temperature), (verify, level) in costs.items():
         vector = planning_vector(setting, temperature)
         plan = select_tree(vector, verify, level)

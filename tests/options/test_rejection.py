@@ -1,6 +1,5 @@
-"""bench/research/rejection.py: its formulas against enumeration, and the command itself."""
+"""bench/research/rejection.py: its formulas against enumeration, and the picture."""
 
-import json
 from itertools import combinations, permutations, product
 from math import prod
 
@@ -70,7 +69,7 @@ def test_sampled_rates_are_the_means_over_all_ordered_draws():
 
 
 def test_the_summary_names_the_lowest_and_what_is_not_told_from_it():
-    rates = {name: torch.full((3, 2), 0.5, dtype=torch.float64) for name in rejection.LABELS}
+    rates = {name: torch.full((3, 2), 0.5, dtype=torch.float64) for name in rejection.METHODS}
     rates["race"] = torch.tensor([[0.7, 0.1], [0.7, 0.2], [0.7, 0.3]], dtype=torch.float64)
     rates["top-k"] = rates["race"] + torch.tensor([[0.0, 0.1], [0.0, -0.1], [0.0, 0.1]], dtype=torch.float64)
     rates["naive-distinct"] = rates["race"] + 0.01
@@ -82,15 +81,11 @@ def test_the_summary_names_the_lowest_and_what_is_not_told_from_it():
     assert race["standard_error"] == pytest.approx([0, 0.1 / 3**0.5], abs=1e-6)
 
 
-@pytest.mark.slow
-def test_a_command_prints_and_writes_its_table_and_draws_a_picture(capsys, tmp_path):
+def test_a_picture_of_rates_has_colours(tmp_path):
     pytest.importorskip("matplotlib")
     from matplotlib import image
 
-    rejection.main(["--temperatures", "1", "--children", "4", "--prompts", "2", "--new-tokens", "3", "--draws", "2",
-                    "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")])  # fmt: skip
-    result = json.loads((tmp_path / "out.json").read_text())["temperature"]["1.0"]
-    assert list(result["methods"]) == list(rejection.LABELS)
-    assert f"{result['methods']['k-seq']['rejection'][3]:.3f}" in capsys.readouterr().out
+    rates = {name: torch.rand(3, 4, dtype=torch.float64) for name in rejection.METHODS}
+    script("papers_figure").draw_rejection({"1.0": rejection.summary(rates)}, tmp_path / "out.png")
     picture = image.imread(tmp_path / "out.png")[..., :3]
-    assert (picture.max(-1) - picture.min(-1) > 0.3).mean() > 0.002  # colour
+    assert (picture.max(-1) - picture.min(-1) > 0.3).mean() > 0.002
