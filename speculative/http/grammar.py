@@ -24,7 +24,7 @@ from heavypath.speculative.http.trial import Trial
 from heavypath.speculative.processors.grammar import Grammar, choice_source, regex_source, schema_source
 
 AT_ONCE = 2  # how many grammars are compiled at a time
-SECONDS = 2.0  # time limit for compiling one
+SECONDS = 2.0  # of a processor, the time limit for compiling one
 MEMORY = 128 << 20  # memory limit in bytes for compiling one
 WHITESPACE = 32  # longest run of spaces in JSON: a small model might otherwise write spaces until there is no more room
 KEPT = 16  # how many grammars are kept; one usually takes 1 MiB

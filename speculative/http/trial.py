@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PROGRAM = Path(__file__).with_name("grammar_process.py")
-STARTING = 60.0  # seconds until the process must be ready
+WAITING = 60.0  # seconds that the process may take to get ready, and to answer on a busy machine
 
 
 class Trial:
@@ -18,7 +18,7 @@ class Trial:
     The process starts with the first grammar, and again after one that exceeded the limits. It ends with the server's
     process, or by `close`. One thread at a time may use it.
 
-    seconds: time limit for compiling a grammar
+    seconds: of a processor, the time limit for compiling a grammar
     memory:  memory limit in bytes, above what the process uses before it compiles
     """
 
@@ -38,14 +38,14 @@ class Trial:
         if self._process is not None and self._process.poll() is not None:
             self.close()  # it was killed from outside
         if self._process is None:
-            self._process = _started(self._memory)
-            if _answer(self._process, None, STARTING) is None:
+            self._process = _started(self._seconds, self._memory)
+            if _answer(self._process, None) is None:
                 self.close()
                 raise RuntimeError("the process that compiles grammars does not start")
-        error = _answer(self._process, source, self._seconds)
+        error = _answer(self._process, source)
         if error is None:
             self.close()
-            error = f"it takes more than {self._seconds:g} seconds, or too much memory or depth, to compile"
+            error = f"it takes more than {self._seconds:g} seconds of a processor, or too much memory or depth, to compile"
         if error:
             raise ValueError(f"the {what} cannot be followed: {error}")
 
@@ -57,9 +57,9 @@ class Trial:
             self._process = None
 
 
-def _started(memory: int) -> subprocess.Popen[str]:
+def _started(seconds: float, memory: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-P", str(PROGRAM), str(memory)],
+        [sys.executable, "-P", str(PROGRAM), str(seconds), str(memory)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -69,18 +69,17 @@ def _started(memory: int) -> subprocess.Popen[str]:
     )
 
 
-def _answer(process: subprocess.Popen[str], source: str | None, seconds: float) -> str | None:
+def _answer(process: subprocess.Popen[str], source: str | None) -> str | None:
     """The next line of the process, decoded: its answer to `source`, an error message or "".
 
-    source:  the grammar to send first; None to only wait for a line
-    seconds: time limit, after which the process is killed
+    source: the grammar to send first; None to only wait for a line
 
-    Returns None if the process ended or was killed.
+    Returns None if the process ended, or was killed since it took too long.
     """
     assert process.stdin is not None
     assert process.stdout is not None
     late = threading.Event()
-    watch = threading.Timer(seconds, lambda: (late.set(), process.kill()))
+    watch = threading.Timer(WAITING, lambda: (late.set(), process.kill()))
     watch.start()
     try:
         if source is not None:
