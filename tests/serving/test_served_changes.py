@@ -161,6 +161,12 @@ def test_a_changed_draft_ends_nothing_and_its_rows_are_made_anew(change, model):
         assert service.submit(PROMPT, 8, **GREEDY, client=None).result(60).steps == fresh.stats.steps
 
 
+def test_a_draft_that_follows_its_target(model):
+    """One is the first layer of the other."""
+    before, expected = check(copied, model, EarlyExit(1))
+    assert before != expected
+
+
 @pytest.mark.parametrize("graceful", [True, False])
 def test_within_a_pause_nothing_is_decoded_and_all_texts_are_of_one_model(graceful, model):
     old, new = greedy(model, count=100), greedy(tiny_llama(9, VOCAB), count=100)
