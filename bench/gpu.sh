@@ -4,26 +4,29 @@
 #
 #   bash bench/gpu.sh OUTDIR [PART | all] [PYTHON]
 #
-#   first      what decides about the rest: what is installed, how fast a copy, all weights of an 8B target and products
-#              of few rows are, whether texts are those of a CPU and steps become CUDA graphs, each kernel beside its
-#              reference, and one line of large.py
+#   first      what decides about the rest: what is installed, how fast a copy and all weights of an 8B and a 7B target are
+#              in a graph, with requests ahead and without; a step of an 8B target with an EAGLE-3 head; whether texts are
+#              those of a CPU and steps become CUDA graphs; the kernels of a layer beside their references
+#   large      large.py: decoding at the shapes of Llama-2-7B, with its phases and kernels, beside what was predicted;
+#              the same of Llama-3.1-8B with an EAGLE-3 head
 #   tests      a CUDA graph writes the text of the eager step, and the tests of decoding and of a step's usual kernels
-#   others     the tests of all other kernels
-#   large      large.py: decoding at the shapes of Llama-2-7B, with its phases and kernels, beside what was predicted
 #   kernels    kernels/: each kernel beside its peers, FlashInfer, FlexAttention and sdpa among them
+#   others     the tests of all other kernels
 #   stream     a target in the host's memory whose layers are copied for each pass writes its own text; scale.py device:
 #              what that costs by trees of all sizes, beside accelerate's way
 #   more       calibrate, plan, and decoding.py with the shipped pair: methods, phases, and verifiers (one of which may
-#              then be the default on a GPU); ranks where there are two GPUs; soak; compute-sanitizer, where it is there
+#              then be the default on a GPU)
+#   races      soak; compute-sanitizer, where it is there; ranks where there are two GPUs
 #
-# Logs, JSON and pictures are in OUTDIR, and all of them in OUTDIR/PART.tar.gz, for where only few files can be fetched
-# (all.tar.gz is written behind each part). Tables are printed as they come. A step that takes too long gets SIGINT, and
-# prints what it has. If this script is told to stop (SIGINT or SIGTERM), it stops the present step so, packs what there
-# is, and ends. This checkout need not be installed. Kernels that `bench/carry.py make build/carried` has compiled before,
-# under the machine's Triton, are not compiled again. Without a GPU, or with MINIATURE=1, each script does the least that
-# runs all its lines.
+# The first four fill half an hour. The limits of a part's steps add up to less than 9 minutes: each has its time whatever
+# became of the others. Logs, JSON and pictures are in OUTDIR, and all of them in OUTDIR/PART.tar.gz, for where only few
+# files can be fetched (all.tar.gz is written behind each part). Tables are printed as they come. A step that takes too
+# long gets SIGINT, and prints what it has. If this script is told to stop (SIGINT or SIGTERM), it stops the present step
+# so, packs what there is, and ends. This checkout need not be installed. Kernels that `bench/carry.py make build/carried`
+# has compiled before, under the machine's Triton, are not compiled again; how many of them fit is printed, and behind each
+# step how many it compiled. Without a GPU, or with MINIATURE=1, each script does the least that runs all its lines.
 set -uo pipefail
-parts=(first tests large kernels others stream more)
+parts=(first large tests kernels others stream more races)
 usage() { echo "usage: bash bench/gpu.sh OUTDIR [$(IFS='|'; echo "${parts[*]}") | all] [PYTHON]" >&2; exit 2; }
 [ $# -ge 1 ] || usage
 part=${2:-all}
@@ -42,8 +45,13 @@ stop() {
 }
 trap stop INT TERM
 
+compiled() { # how many kernels are in the cache that was carried
+    find "${TRITON_CACHE_DIR:-/nowhere}" -name "*.cubin" 2>/dev/null | wc -l
+}
+
 step() { # step NAME SECONDS COMMAND...: run it, stop it after SECONDS or at the part's end, show the end of its log
-    local name=$1 seconds=$2 begin=$SECONDS left=$((deadline - SECONDS)) code=0
+    local name=$1 seconds=$2 begin=$SECONDS left=$((deadline - SECONDS)) code=0 before
+    before=$(compiled)
     shift 2
     [ -z "$stopped" ] || return 0
     [ "$left" -ge "$seconds" ] || seconds=$left
@@ -54,7 +62,8 @@ step() { # step NAME SECONDS COMMAND...: run it, stop it after SECONDS or at the
     while kill -0 "$running" 2>/dev/null; do wait "$running" || code=$?; done # a signal ends wait before the step
     running=""
     [ "$code" = 0 ] || failed+=("$name ($([ "$code" = 124 ] && echo "cut after $seconds s" || echo "exit $code"))")
-    echo "--- $name: $((SECONDS - begin)) s$([ "$code" = 0 ] || echo ", exit $code")"
+    echo "--- $name: $((SECONDS - begin)) s of $seconds$([ "$code" = 0 ] || echo ", exit $code")$([ -z "$carried" ] ||
+        echo ", $(($(compiled) - before)) kernels compiled")"
     grep -v "^\[ *[0-9]* s\]\|^Loading weights\|^USDT" "$out/$name.log" | tail -40 | sed -E 's/^(.{180}).*/\1/'
 }
 
@@ -78,8 +87,11 @@ PYTHON
         >.editable/heavypath.dist-info/METADATA
     export PYTHONPATH="$PWD/.editable${PYTHONPATH:+:$PYTHONPATH}"
 }
+carried=""
 if [ -d build/carried ]; then # kernels that bench/carry.py has compiled elsewhere
-    "$python" bench/carry.py place build/carried && export TRITON_CACHE_DIR="$PWD/build/carried"
+    "$python" bench/carry.py place build/carried && export TRITON_CACHE_DIR="$PWD/build/carried" carried=yes
+    # A Triton of another build would find none of them.
+    echo "carried: $("$python" bench/carry.py make build/carried --case gate 2>&1 | tail -1)"
 fi
 "$python" - <<'PYTHON' >"$out/environment.log"
 import importlib.util, platform, torch, transformers, triton
@@ -108,27 +120,25 @@ kernel() { # kernel NAME SECONDS [OPTIONS OF PYTEST]: its benchmark
 played=() # where there is no GPU, as on one that is played
 [ "$gpu" = 1 ] || played=(env "PYTHONPATH=$PWD/tests/support:$PWD/tests/support/stand_in${PYTHONPATH:+:$PYTHONPATH}")
 
+head_step() { # head_step NAME SECONDS MINUTES [OPTIONS]: steps of an 8B target with an EAGLE-3 head
+    step "$1" "$2" "$python" bench/large.py --head --methods sequoia --sizes 60 --batches 1 --minutes "$3" \
+        --json "$out/head.json" "${mini[@]}" ${small:+--sizes 4 --new-tokens 8} "${@:4}"
+}
+
 run_first() {
-    local tickets=test_the_tickets_of_a_thousand_verifications_are_found_at_zero few=() line=()
-    step first-machine 30 bash -c 'nvidia-smi; gcc --version | head -1; command -v compute-sanitizer ncu nvcc
+    local tickets=test_the_tickets_of_a_thousand_verifications_are_found_at_zero few=()
+    step first-machine 20 bash -c 'nvidia-smi; gcc --version | head -1; command -v compute-sanitizer ncu nvcc
         "$0" -m pip list | grep -iE "^(setuptools|pytest|hypothesis|numpy|numba|cuda|nvidia)"; df -h . | tail -1; nproc
         "$0" -c "import heavypath; print(heavypath.__version__, heavypath.__path__)"' "$python"
-    step weight-stream 60 "$python" bench/weight_stream.py --shape llama-8b --rows 64 16 --json "$out/weight_stream.json" \
-        "${mini[@]}"
-    kernel linear 90 -k "not 6144 and not 28672 and not 14336 and not 128256" # those of an 8B model come later
-    step first-texts 150 "${played[@]}" env HEAVYPATH_NATIVE=0 "${pytest[@]}" "${named[@]}" -m gpu tests/core/test_first_on_gpu.py
+    step weight-stream 110 "$python" bench/weight_stream.py --json "$out/weight_stream.json" "${mini[@]}"
+    head_step first-head 120 1.2 --temperatures 0.6 --prompts 1
+    step first-texts 130 "${played[@]}" env HEAVYPATH_NATIVE=0 "${pytest[@]}" "${named[@]}" -m gpu tests/core/test_first_on_gpu.py
     [ -n "$small" ] && few=(-k "by_hand or one_launch or do_not_fit or stand_alone")
-    step first-kernels 130 "${pytest[@]}" "${named[@]}" "${few[@]}" tests/kernels/test_layer_kernels.py \
+    step first-kernels 140 "${pytest[@]}" "${named[@]}" "${few[@]}" tests/kernels/test_layer_kernels.py \
         tests/kernels/test_few_rows.py tests/kernels/test_prefetch.py tests/kernels/test_entries.py \
         tests/gpu/test_on_gpu.py::test_one_launch_of_each_kernel tests/gpu/test_on_gpu.py::$tickets \
         tests/gpu/test_on_gpu.py::test_a_million_gumbels_order_tokens_as_on_a_cpu tests/kernels/test_tree_attention.py
-    line=(--methods sequoia --batches 1 --temperatures 0.6 --prompts 1 --json "$out/large.json")
-    if [ -z "$small" ]; then
-        step first-large 150 "$python" bench/large.py "${line[@]}" --sizes 32 --minutes 1.5
-    else
-        step first-large 90 "$python" bench/large.py "${line[@]}" "${small_models[@]}" --sizes 4
-    fi
-    predictions kernel_linear large
+    predictions head
 }
 
 run_tests() {
@@ -160,15 +170,16 @@ run_others() {
 run_large() {
     # Seven of eight layers fewer compile the same kernels; one process a method.
     if [ -z "$small" ]; then
-        step large-warm-up 120 bash -c 'for method in sequoia dyspec ersd; do
-            "$0" bench/large.py --target 8 4096 32 11008 --methods $method --new-tokens 12 --prompts 1 --minutes 1.7 & done
+        step large-warm-up 100 bash -c 'for method in sequoia dyspec ersd; do
+            "$0" bench/large.py --target 8 4096 32 11008 --methods $method --new-tokens 12 --prompts 1 --minutes 1.4 & done
             wait' "$python"
-        step large 400 "$python" bench/large.py --minutes 5.5 --json "$out/large.json"
+        step large 310 "$python" bench/large.py --minutes 4.3 --json "$out/large.json"
     else
         step large 90 "$python" bench/large.py "${small_models[@]}" --methods sequoia --sizes 4 --batches 1 \
             --temperatures 0.6 --prompts 1 --json "$out/large.json"
     fi
-    predictions large
+    head_step head 120 1.5
+    predictions large head
 }
 
 run_stream() {
@@ -180,14 +191,14 @@ run_stream() {
 
 run_kernels() {
     # Side by side what they launch is only compiled.
-    step warm-up 150 "$python" -m pytest -q -p no:cacheprovider -o addopts=--import-mode=importlib "${workers[@]}" \
+    step warm-up 90 "$python" -m pytest -q -p no:cacheprovider -o addopts=--import-mode=importlib "${workers[@]}" \
         bench/kernels --benchmark-disable -k heavypath "${mini[@]}"
-    kernel linear 180
-    kernel attention 150
-    kernel sampling 90
-    kernel verification 120
-    kernel compaction 60
-    kernel ordering 60
+    kernel linear 90
+    kernel attention 100
+    kernel sampling 70
+    kernel verification 80
+    kernel compaction 50
+    kernel ordering 50
     predictions kernel_linear kernel_attention kernel_sampling kernel_verification kernel_compaction kernel_ordering
 }
 
@@ -202,17 +213,20 @@ run_more() {
     step phases 60 "$python" bench/decoding.py --sweep phases "${mini[@]}" --json "$out/phases.json"
     step verifiers 90 "$python" bench/decoding.py --sweep verifier "${mini[@]}" --prompts 8 --seeds 1 --timed 8 \
         --max-new-tokens 64 --tree "sequoia 64" "chain 8" "dyspec 64" "specinfer 4 x 8" --json "$out/verifiers.json"
-    # Ranks have a GPU each; in miniature two processes share a CPU.
-    if [ -n "$small" ] || [ "$gpus" -ge 2 ]; then
-        step ranks 120 "$python" bench/scale.py ranks "${mini[@]}" --ranks 1 2 --json "$out/ranks.json" \
-            --device "$([ -n "$small" ] && echo cpu || echo cuda)"
-    fi
+}
+
+run_races() {
     [ -n "$small" ] || step soak 100 "${pytest[@]}" -m "" tests/core/test_soak.py
     if [ "$gpu" = 1 ] && [ -z "$small" ] && command -v compute-sanitizer >/dev/null; then
         for tool in memcheck racecheck; do
             step "$tool" 150 compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
                 "$python" -m pytest -q -W default -p no:cacheprovider -m gpu tests/gpu/test_on_gpu.py -k one_launch_of_each_kernel
         done
+    fi
+    # Ranks have a GPU each; in miniature two processes share a CPU.
+    if [ -n "$small" ] || [ "$gpus" -ge 2 ]; then
+        step ranks 120 "$python" bench/scale.py ranks "${mini[@]}" --ranks 1 2 --json "$out/ranks.json" \
+            --device "$([ -n "$small" ] && echo cpu || echo cuda)"
     fi
 }
 

@@ -2,10 +2,12 @@
 
     python bench/large.py [--json FILE] [--minutes 7.5] [--sizes 32 16 64] [--batches 1 4] [--bandwidth 4.3e12]
     python bench/large.py --target 8 512 16 1024 --draft 2 384 12 512 --vocabulary 1500 --new-tokens 16 --prompts 2
+    python bench/large.py --head --methods sequoia --sizes 60
 
 The second line is something for a CPU. The models are the shipped pair, enlarged without a change of what they compute
 (`enlarged`): every forward costs what it costs at these shapes, and tokens are accepted as the pair's are. Prompts of
-128 tokens of Python, 128 new ones, no end of sequence; bfloat16 on a GPU, float32 on a CPU.
+128 tokens of Python, 128 new ones, no end of sequence; bfloat16 on a GPU, float32 on a CPU. The third line has an 8B
+target with an EAGLE-3 head, both with random weights (random_head.py): what a step takes, not what it accepts.
 
 tok/fwd     tokens per target forward (and sequence); transformers' count their prefill
 tok/s       new tokens a second of the whole call, prefill included: median over the prompts
@@ -17,6 +19,7 @@ alone       ms of one step of a text, done again and again in a row; models: of 
             CUDA graph of their own, in turn with it
 rest        what is not models: of the step alone, and (at batch 1, whose steps are alike, of the step as it runs, for
             which the host may be late). Bar: 3%
+at others'  tokens a second by these steps, if each brought what one of others brings (random_head.py); only of --head
 x limit     a step as it runs over the time to read the target's weights, but its embedding, at the bandwidth of a large
             copy, which is time per token over its limit; (of the whole call, prefill included). Bar: 1.25
 GiB         of weights, and the most that the first text of this line took besides; graph: seconds to record it
@@ -46,20 +49,23 @@ from common import (
     environment,
     in_turns,
     quiet_demo_pair,
+    quieten,
     timed,
     until_stopped,
     write_results,
 )
 from enlarging import LLAMA_7B, LLAMA_68M, Widths, enlarged
 from large_table import Ratio, Row, kernels_of, print_rows
+from random_head import LLAMA_8B, MINIATURE, TOKENS_PER_STEP, random_pair
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.decoding.run import StepRunner
 from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.demo import demo_prompts
+from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.visits import CountedSteps, Watched
@@ -89,13 +95,14 @@ class Text:
 Writer = Callable[[Tensor], Text]
 
 
-Call = tuple[Forward, tuple[Any, ...], dict[str, Any]]  # a model, and the arguments that it was called with
+# A model or a draft, and the arguments that it was called with.
+Call = tuple[Forward | Draft, tuple[Any, ...], dict[str, Any]]
 
 
 class Heard:
-    """A model's forward pass that notes what it is called with."""
+    """A model's forward pass, or a draft, that notes what it is called with."""
 
-    def __init__(self, forward: Forward, calls: list[Call]):
+    def __init__(self, forward: Forward | Draft, calls: list[Call]):
         self._forward, self._calls = forward, calls
 
     def __getattr__(self, name: str) -> Any:
@@ -133,18 +140,40 @@ class Bench:
         self.given = arguments
         self.gpu, self.clock = torch.device(arguments.device).type == "cuda", clock_of(arguments.device)
         self.dtype = torch.bfloat16 if self.gpu else torch.float32
-        target, draft, tokenizer = quiet_demo_pair()
-        shape = arguments.vocabulary, self.dtype, arguments.device
         self.say("making the models")
-        self.target = enlarged(target, Widths(*arguments.target), *shape)
-        self.draft = enlarged(draft, Widths(*arguments.draft), *shape)
         count = max(arguments.batches) * arguments.prompts
-        self.prompts = torch.stack([prompt(tokenizer, number) for number in range(count)]).to(arguments.device)
+        if arguments.head:
+            self.random_models(count)
+        else:
+            self.trained_models(count)
         self.weight_bytes = [sum(w.nbytes for w in model.parameters()) for model in (self.target, self.draft)]
         self.bytes_read = self.weight_bytes[0] - self.target.model.embed_tokens.weight.nbytes
         self.say("measuring the bandwidth")
         self.bandwidth = arguments.bandwidth or copy_bandwidth(arguments.miniature)
         self.read_seconds = self.bytes_read / self.bandwidth
+
+    def trained_models(self, count: int) -> None:
+        """The shipped pair, enlarged, and this many prompts of it."""
+        given = self.given
+        target, draft, tokenizer = quiet_demo_pair()
+        shape = given.vocabulary, self.dtype, given.device
+        self.target = enlarged(target, Widths(*given.target), *shape)
+        self.draft = enlarged(draft, Widths(*given.draft), *shape)
+        self.widths = [Widths(*given.target), Widths(*given.draft)]
+        self.prompts = torch.stack([prompt(tokenizer, number) for number in range(count)]).to(given.device)
+        self.peers = [PLAIN, ASSISTED]
+
+    def random_models(self, count: int) -> None:
+        """A target of 8B with an EAGLE-3 head, and this many prompts of random tokens."""
+        quieten()
+        shape = MINIATURE if self.given.miniature else LLAMA_8B
+        self.target, self.draft = random_pair(shape, self.dtype, self.given.device)
+        widths = Widths(shape.layers, shape.hidden, shape.heads, shape.intermediate)
+        self.widths = [widths, widths._replace(layers=1)]
+        generator = torch.Generator().manual_seed(0)
+        prompts = torch.randint(shape.vocabulary, (count, PROMPT), generator=generator)
+        self.prompts = prompts.to(self.given.device)
+        self.peers = [PLAIN]
 
     def say(self, what: object) -> None:
         print(f"[{time.perf_counter() - self.begin:4.0f} s] {what}", file=sys.stderr, flush=True)
@@ -160,7 +189,8 @@ class Bench:
         """The lines of a batch size and a temperature: each on its own first, then all of them prompt by prompt."""
         sampling = {"temperature": temperature, "top_k": None, "top_p": None}
         prompts = self.prompts[: batch * self.given.prompts].split(batch)
-        lines = [(PLAIN, None), (ASSISTED, None)][: 2 if batch == 1 else 1]  # assisted generation refuses more
+        peers = self.peers if batch == 1 else [PLAIN]  # assisted generation refuses more
+        lines: list[tuple[str, int | None]] = [(peer, None) for peer in peers]
         methods = self.given.methods
         lines += [("autoregressive", 1), *((method, size) for size in self.given.sizes for method in methods)]
         rows = [Row(batch, temperature, *line) for line in lines]
@@ -226,10 +256,12 @@ class Bench:
             row.over_limit = median(steps) / self.read_seconds
             calls = [text.seconds / text.new_tokens * row.batch * text.tokens_per_forward for text in own]
             row.over_limit_of_call = median(calls) / self.read_seconds
+            if self.given.head and row.method != "autoregressive":
+                row.at_others_acceptance = TOKENS_PER_STEP * row.batch / median(steps)
             if row.models_ms is not None and row.batch == 1:  # of more, some end sooner: steps become smaller
                 row.rest = 1 - row.models_ms / row.step_ms
 
-    def stock(self, draft: LlamaForCausalLM | None, sampling: dict[str, Any]) -> Writer:
+    def stock(self, draft: Any, sampling: dict[str, Any]) -> Writer:
         """By transformers' generate."""
         run = transformers_runner(self.target, draft, sampling, seed=0)
 
@@ -317,8 +349,8 @@ class Bench:
         return environment(self.given.device, self.given, "vocabulary", "prompts", "new_tokens") | {
             "gpu": self.gpu,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "target": Widths(*self.given.target)._asdict(),
-            "draft": Widths(*self.given.draft)._asdict(),
+            "target": self.widths[0]._asdict(),
+            "draft": self.widths[1]._asdict(),
             "prompt_tokens": PROMPT,
             "weight_bytes": self.weight_bytes,
             "bytes_read_of_the_target": self.bytes_read,
@@ -333,6 +365,8 @@ def heard(plan: StepPlan, calls: list[Call]) -> StepPlan:
     target, draft = cast(Forward, Heard(plan.target, calls)), plan.draft
     if isinstance(draft, ModelDraft):
         draft = ModelDraft(cast(Forward, Heard(draft.forward, calls)), draft.forward.vocab_size)
+    elif draft is not NO_DRAFT:
+        draft = cast(Draft, Heard(draft, calls))
     return replace(plan, target=target, draft=draft)
 
 
@@ -349,6 +383,7 @@ def main() -> None:
     parser.add_argument("--target", default=LLAMA_7B, **widths)
     parser.add_argument("--draft", default=LLAMA_68M, **widths)
     parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--head", action="store_true", help="an 8B target with an EAGLE-3 head instead, both random")
     parser.add_argument("--methods", nargs="*", default=METHODS, help="with a tree")
     parser.add_argument("--sizes", type=int, nargs="+", default=[32, 16, 64], help="nodes of the trees")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])

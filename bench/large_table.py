@@ -46,6 +46,7 @@ class Row:
     rest_alone: float | None = None
     rest: float | None = None
     over_limit: float | None = None
+    at_others_acceptance: float | None = None
     over_limit_of_call: float | None = None
     peak_bytes: int | None = None
     record_seconds: float | None = None
@@ -105,6 +106,7 @@ def cells(row: Row) -> dict[str, Any]:
         "models": row.models_ms,
         "rest (as run)": beside(row.rest_alone, row.rest, ".1%"),
         "x limit (call)": beside(row.over_limit, row.over_limit_of_call, ".2f"),
+        "at others'": row.at_others_acceptance,
         "GiB": row.peak_bytes and row.peak_bytes / 2**30,
         "graph": row.record_seconds,
     }

@@ -5,6 +5,7 @@
 The weights are random. They are 15 GB (llama-8b) and 13 GB (llama-7b) in bfloat16, so no pass finds any in a cache.
 
 products   all products of a pass, one after another: queries, keys and values; output; gate and up; down; the logits
+few rows   the same by the kernel in kernels/layers/few_rows.py, whether it is known to be faster or not
 pass       the whole pass of a chain of nodes, with what is between products: norms, rotary embedding, attention, silu
 ahead A/S  the pass, which requests A megabytes of the next weight during attention, and S during other small kernels
            (speculative/models/ahead.py)
@@ -77,8 +78,11 @@ def as_run(work: Run) -> Run:
     return captured(work) if DEVICE == "cuda" else work
 
 
-def products_of(model: Any, rows: int) -> Run:
-    """All products of a pass, without what is between them. The model's weights are joined where a pass joined them."""
+def products_of(model: Any, rows: int, impl: str = "auto") -> Run:
+    """All products of a pass, without what is between them. The model's weights are joined where a pass joined them.
+
+    impl: of `few_rows_product`
+    """
     together: list[list[Tensor]] = []
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -93,7 +97,7 @@ def products_of(model: Any, rows: int) -> Run:
 
     def run() -> None:
         for weight in weights:
-            few_rows_product(inputs[weight.shape[1]], weight)
+            few_rows_product(inputs[weight.shape[1]], weight, impl=impl)
 
     return as_run(run)
 
@@ -123,6 +127,8 @@ def rows_of(given: argparse.Namespace) -> Iterator[Row]:
         measured.AHEAD = {}
         for rows in given.rows:
             runs = {"products": products_of(model, rows)}
+            if DEVICE == "cuda":
+                runs["few rows"] = products_of(model, rows, "triton")
             runs |= {way: pass_of(forward, rows, given.prefix) for way, forward in ways.items()}
             times = {way: median(every) for way, every in in_turns(runs, given.rounds, clock=clock_of(DEVICE)).items()}
             for way, seconds in times.items():

@@ -14,11 +14,11 @@ query and a key. What the peers need is made before and not timed: the dense mas
 of FlexAttention, the repeated keys of sdpa.
 """
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
-from common import DEVICE, Run, random_tree
+from common import DEVICE, Run, problems_of, random_tree
 from torch.nn.functional import scaled_dot_product_attention
 
 from heavypath.kernels.attention.masks import interval_mask, pack_ancestors
@@ -146,16 +146,24 @@ def flex(problem: Problem) -> Run | None:
         return None
     if case.table == "verification" and (case.prefix != 8192 or case.nodes < 256):
         return None  # it compiles for ten seconds a shape, and has no kernel for groups below 128 queries
+    compiled, block_mask = compiled_flex(case)
+    return lambda: compiled(problem.query, problem.key, problem.value, block_mask=block_mask, enable_gqa=True)
+
+
+@lru_cache(1)
+def compiled_flex(case: Case) -> tuple[Run, object]:
+    """FlexAttention compiled for a case, and its block mask, which all problems of the case share."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    end = Problem(case).end
 
     def visible(_batch, _head, query, key):
         node = (key - case.prefix).clamp(0, case.nodes - 1)
-        return (key < case.prefix) | ((node <= query) & (query < problem.end[node]))
+        return (key < case.prefix) | ((node <= query) & (query < end[node]))
 
-    block_mask = create_block_mask(visible, None, None, case.nodes, problem.rows, device=DEVICE)
+    block_mask = create_block_mask(visible, None, None, case.nodes, case.prefix + case.nodes, device=DEVICE)
     torch._dynamo.reset()  # otherwise it gives up compiling after eight shapes
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda: compiled(problem.query, problem.key, problem.value, block_mask=block_mask, enable_gqa=True)
+    return torch.compile(flex_attention, dynamic=False), block_mask
 
 
 def flashinfer(problem: Problem) -> Run | None:
@@ -182,8 +190,9 @@ WAYS = {
 
 
 def test_attention(case, way, timed):
-    problem = Problem(case)
+    cache = 2 * case.heads[1] * (case.prefix + case.nodes) * case.head_dim * case.dtype.itemsize
+    problem, *others = problems_of(partial(Problem, case), cache)
     trees = {"inserted": problem.inserted, "heavy path": problem.tree} if case.table == "order" else {}
     blocks = {f"blocks, {name}": tree.occupied_blocks(32) for name, tree in trees.items()}
     read, flops = problem.work()
-    timed(WAYS[way](problem), read=read, flops=(flops, case.dtype), **blocks)
+    timed(*map(WAYS[way], [problem, *others]), read=read, flops=(flops, case.dtype), **blocks)

@@ -7,11 +7,13 @@ before. A CPU has only PyTorch, with 2 layers, a GPU 32. Bytes are those that mu
 PyTorch waits for the host and cannot be captured.
 """
 
+import itertools
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
 import torch
-from common import DEVICE
+from common import DEVICE, problems_of
 
 from heavypath.kernels.cache_compaction import compact_cache
 
@@ -38,9 +40,9 @@ MINIATURE = [Case(2, 1, 4)]
 WAYS = {"heavypath": "triton", "PyTorch, eager": "torch"}
 
 
-def moves(case: Case) -> dict[str, torch.Tensor]:
+def moves(case: Case, seed: int) -> dict[str, torch.Tensor]:
     """path [batch, PLACES], length [batch] and prefix_length [batch], as compact_cache takes them."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     path = torch.full((case.batch, PLACES), -1)
     for row in path:
         row[0] = 0
@@ -53,7 +55,10 @@ def moves(case: Case) -> dict[str, torch.Tensor]:
 def test_compaction(case, way, timed):
     shape = case.batch, case.heads, ROWS, HEAD_DIM
     keys, values = ([torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(LAYERS)] for _ in "kv")
-    places, impl = moves(case), WAYS[way]
+    impl = WAYS[way]
+    seeds = itertools.count()
     moved = 2 * case.batch * case.accepted * LAYERS * 2 * case.heads * HEAD_DIM * keys[0].element_size()
     there = DEVICE == "cuda" or impl == "torch"
-    timed((lambda: compact_cache(keys, values, **places, impl=impl)) if there else None, read=moved)
+    every = problems_of(lambda: moves(case, next(seeds)), moved)  # other rows of the same cache
+    runs = [partial(compact_cache, keys, values, **places, impl=impl) for places in every]
+    timed(*(runs if there else []), read=moved)

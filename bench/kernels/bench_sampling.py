@@ -22,11 +22,12 @@ reading.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import triton
-from common import DEVICE, Run
+from common import DEVICE, Run, problems_of
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from heavypath.kernels.sampling import gumbel_topk
@@ -119,4 +120,4 @@ def instruction_seconds(case: Case) -> float:
 def test_sampling(case, way, timed):
     outputs = case.rows * case.k * (8 + 4 + 4)  # tokens, keys, log-probabilities
     read = case.rows * case.vocabulary * case.dtype.itemsize + outputs
-    timed(WAYS[way](Problem(case)), read=read, roof=instruction_seconds(case))
+    timed(*map(WAYS[way], problems_of(partial(Problem, case), read)), read=read, roof=instruction_seconds(case))

@@ -7,8 +7,10 @@ A file has CASES, its shapes, of which those with `runs_here()` are timed; MINIA
 WAYS, the contenders by name: from a case each makes what is timed, or None where it has nothing for that case; and one
 test, which gives that to `timed`. Ways of a case are a group of the table, in which the fastest is 1.0.
 
-On a GPU a time is the median of triton.testing.do_bench, which empties the L2 cache before every run, of a CUDA graph;
-ways that are called from Python say so ("eager"). A peer that cannot do a case is named and passed over.
+On a GPU a time is that of one of CALLS calls in a CUDA graph, which is replayed again and again: a small kernel takes
+less than what events and a graph's launch add. The calls take turns with `problems_of` a case, which together are more
+than the L2 cache holds. Ways that are called from Python say so ("eager"): their time is triton.testing.do_bench's,
+which empties the L2 cache before every run. A peer that cannot do a case is named and passed over.
 
 Roofs are the least time of what the problem needs: bytes at the speed of a large copy, FLOPs at that of a large matrix
 product, both measured in the same run. The last table has each time, and its share of the later roof.
@@ -26,13 +28,14 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from common import DEVICE, captured, copy_bandwidth, environment, gpu_milliseconds, matrix_flops, show
+import triton
+from common import CALLS, DEVICE, captured, copy_bandwidth, environment, gpu_seconds, matrix_flops, show
 
 ROWS = pytest.StashKey[list]()
 
 
 class DeviceClock:
-    """What pytest-benchmark reads in place of the time: how long a GPU has worked, by do_bench."""
+    """What pytest-benchmark reads in place of the time: how long a GPU has worked."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -40,8 +43,8 @@ class DeviceClock:
     def __call__(self) -> float:
         return self.seconds
 
-    def run(self, work: Callable[[], object]) -> None:
-        self.seconds += gpu_milliseconds(work) / 1e3
+    def run(self, seconds: Callable[[], float]) -> None:
+        self.seconds += seconds()
 
 
 CLOCK = DeviceClock()
@@ -76,7 +79,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture
 def timed(benchmark, request, case, way):
-    """Times what a way has made of a case; of several runs each has its turn, and the median counts.
+    """Times what a way has made of a case; several runs take turns.
 
     read, flops: bytes and operations of a run, the latter with their dtype; roof: seconds that bound it besides. count:
     equal pieces of work in a run, one of which is reported. facts: what else is kept.
@@ -93,7 +96,10 @@ def timed(benchmark, request, case, way):
         benchmark.extra_info |= {"case": str(case), "way": way} | where
         with torch.inference_mode():
             try:
-                on_gpu(benchmark, runs, "eager" in way) if DEVICE == "cuda" else on_host(benchmark, runs)
+                if DEVICE == "cuda":
+                    on_gpu(benchmark, runs, "eager" in way, CALLS if count == 1 else 1)
+                else:
+                    on_host(benchmark, runs)
             except RuntimeError as error:
                 if way.startswith("heavypath"):
                     raise
@@ -115,14 +121,28 @@ def timed(benchmark, request, case, way):
     return measure
 
 
-def on_gpu(benchmark, runs, eager: bool) -> None:
+def on_gpu(benchmark, runs, eager: bool, calls: int) -> None:
+    """Time runs that take turns. calls: at least this many of them are in a graph."""
     if not benchmark.enabled:  # it is to be compiled, and no more
         for run in runs:
             run()
         return
-    graphs = runs if eager else [captured(run) for run in runs]
-    turns: Iterator = itertools.cycle(graphs)
-    benchmark.pedantic(lambda: CLOCK.run(next(turns)), rounds=len(runs))
+    if eager:
+        turns: Iterator = itertools.cycle(runs)
+        benchmark.pedantic(lambda: CLOCK.run(lambda: do_bench(next(turns))), rounds=len(runs))
+        return
+    again = -(-calls // len(runs))
+
+    def every() -> None:
+        for run in again * runs:
+            run()
+
+    graph = captured(every)
+    benchmark.pedantic(lambda: CLOCK.run(lambda: gpu_seconds(graph) / again / len(runs)), rounds=3)
+
+
+def do_bench(run) -> float:
+    return triton.testing.do_bench(run, warmup=10, rep=40, return_mode="median") / 1e3
 
 
 def on_host(benchmark, runs) -> None:

@@ -83,10 +83,10 @@ def test_results_are_measured_again_by_the_commands_that_they_name():
         again.commands(["nothing"])
 
 
-def gpu_sh(*arguments):
+def gpu_sh(*arguments, **environment):
     command = ["bash", BENCH / "gpu.sh", *arguments]
     given = {"capture_output": True, "text": True, "check": False}
-    return subprocess.run(command, **given, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return subprocess.run(command, **given, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
 
 
 def files_of(part, text):
@@ -123,7 +123,7 @@ def test_the_tests_of_every_kernel_are_in_a_part_for_a_gpu():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["first", "tests", "large", "kernels", "others", "stream", "more"])
+@pytest.mark.parametrize("part", ["first", "large", "tests", "kernels", "others", "stream", "more", "races"])
 def test_everything_for_a_gpu_runs_in_miniature(part, tmp_path):
     done = gpu_sh(tmp_path, part, sys.executable)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -137,7 +137,7 @@ def test_on_a_gpu_each_step_is_tried_and_one_archive_left_even_if_all_fail(tmp_p
     python.write_text('#!/bin/sh\n[ "$1" = - ] && echo 0 0 0 0\n')
     python.chmod(0o755)
     done = gpu_sh(out, "first", python)
-    steps = ["first-machine", "weight-stream", "kernel_linear", "first-texts", "first-kernels", "first-large"]
+    steps = ["first-machine", "weight-stream", "first-head", "first-texts", "first-kernels"]
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].endswith("failed: " + " ".join(f"{step} (exit 1)" for step in steps))
     with tarfile.open(out / "first.tar.gz") as archive:
@@ -146,4 +146,26 @@ def test_on_a_gpu_each_step_is_tried_and_one_archive_left_even_if_all_fail(tmp_p
     assert kept["failed.txt"].splitlines() == [f"{step} (exit 1)" for step in steps]
     refused = gpu_sh(tmp_path, "test")
     assert refused.returncode == 2
-    assert "first|tests|large|kernels|others|stream|more" in refused.stderr
+    assert "first|large|tests|kernels|others|stream|more|races" in refused.stderr
+
+
+def test_the_limits_of_a_parts_steps_add_up_to_less_than_its_time(tmp_path):
+    """By a Python that says that there are two GPUs, and fails at all else; each step prints its limit."""
+    python, out = tmp_path / "python", tmp_path / "out"
+    python.write_text('#!/bin/sh\n[ "$1" = - ] && echo 1 2 0 0\n')
+    sanitizer = tmp_path / "compute-sanitizer"
+    sanitizer.write_text("#!/bin/sh\nexit 1\n")
+    for each in (python, sanitizer):
+        each.chmod(0o755)
+    out.mkdir()
+    (out / "profile.json").touch()
+    done = gpu_sh(out, "all", python, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    parts = re.split(r"^=== (\w+)\n", done.stdout, flags=re.M)[1:]
+    sums = {
+        part: sum(map(int, re.findall(r"^--- [\w-]+: \d+ s of (\d+)", text, re.M)))
+        for part, text in zip(parts[::2], parts[1::2], strict=True)
+    }
+    assert [*sums] == ["first", "large", "tests", "kernels", "others", "stream", "more", "races"]
+    assert all(100 < seconds <= 530 for seconds in sums.values()), sums
+    assert sum([*sums.values()][:4]) < 36 * 60
+    assert "memcheck" in done.stdout
