@@ -7,10 +7,12 @@ capture has a separate pool.
 All captures of a process on a device use one stream. torch has 32 streams and returns them in turn, so a new one for
 each workspace would soon be a stream that other code uses at the same time.
 
-But torch caches cuBLAS's workspace memory by stream. The first capture allocates it, from its own pool, and later
-captures reuse it, whatever their pool. From version 2.12 on torch frees it with any graph that was captured on the
-stream (pytorch#193402). Then graphs of one workspace would use memory freed with another's. Therefore this module makes
-torch drop it before a capture into another pool than the last one, so that each pool's graphs use their own.
+But torch caches cuBLAS's workspace memory by thread and stream. The first capture allocates it, from its own pool, and
+later captures reuse it, whatever their pool. From version 2.12 on torch frees it with any graph that was captured on
+the stream (`clearCublasWorkspacesForStream`, pytorch#193402). Then graphs of one workspace would use memory freed with
+another's. Therefore this module makes torch drop it before a capture into another pool than the last one, so that each
+pool's graphs use their own. Version 2.11 never frees it: there all graphs that one thread has captured use the same
+memory. That is right because a thread replays its graphs on one stream, one after another.
 
 torch.cuda.graph is not used, for three reasons. It empties torch's memory caches before each capture, which takes
 longer than the capture. Its stream belongs to the device that was current at its first use. And it does not restore the
@@ -69,6 +71,10 @@ class Pool:
         """Register a graph that was captured into this pool."""
         self._graphs.add(graph)
 
+    def renew(self) -> None:
+        """Have later captures use another pool of torch's; the graphs so far keep theirs."""
+        self._graphs.clear()
+
 
 class Graph(Generic[Result]):
     """The CUDA graph of one function. `result` is None until it is captured; a replay overwrites its tensors."""
@@ -95,6 +101,7 @@ class Graph(Generic[Result]):
         """
         graph = torch.cuda.CUDAGraph()
         self.fails = True
+        torch.cuda.current_blas_handle()  # each thread has its own, and cuBLAS cannot make one in a capture
         with _capturing:
             stream = _stream_for(self._device)
             pool = self._pool.handle()
@@ -118,11 +125,14 @@ class Graph(Generic[Result]):
 
         Before version 2.13 torch would still act as if a capture were running. Its allocator would refuse to empty its
         caches, as it does if memory is short; later versions have ended this already. And its random generator would
-        refuse to work until another capture ends.
+        refuse to work until another capture ends. Its allocator of pinned memory cannot be told: it refuses another
+        capture into this pool, so later ones get another. It serves nobody from this one, as it compares the number of
+        the stream's capture, which is never given twice (`CUDAGraph::capture_begin`, `CachingHostAllocator.h`).
         """
         try:
             graph.capture_end()
         except RuntimeError:
+            self._pool.renew()
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._device.index, pool)
             with suppress(RuntimeError):

@@ -268,8 +268,9 @@ def test_a_capture_that_fails_leaves_the_others_and_torchs_allocator_and_generat
         Tape.pools.draw()
         graphs.of(number).capture(lambda: torch.ones(1))
         assert (graphs.of(number).fails, graphs.of(number).is_captured) == (False, True)
+    graphs.of(2).capture(lambda: torch.ones(2, 2) @ torch.ones(2, 2))  # the first product of this thread
     graphs.try_out(lambda: torch.ones(1))
-    assert len(graphs) == 2
+    assert len(graphs) == 3
     for number in range(2):
         graphs.of(number).replay()
         assert graphs.of(number).result == 1

@@ -1,6 +1,7 @@
 """What is played of CUDA graphs refuses what CUDA and torch refuse, and shows what a GPU would show."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ class OnCpu(PlayedGraph):
 @pytest.fixture(autouse=True)
 def pools(monkeypatch):
     pools = Pools()
+    pools.handles.add(threading.get_ident())
     monkeypatch.setattr(PlayedGraph, "pools", pools)
     return pools
 
@@ -161,6 +163,15 @@ def test_a_broken_capture_stays_underway_until_the_allocator_is_told(pools):
     pools.empty_cache()
     with pytest.raises(RuntimeError, match="not currently recording"):
         pools.end(0, pool)
+    with pytest.raises(RuntimeError, match=r"already recording .*CachingHostAllocator"):
+        captured(lambda graph: torch.ones(1), pool)
+    captured(lambda graph: torch.ones(1), pools.handle())
+
+
+def test_a_thread_cannot_begin_to_multiply_in_a_capture(pools):
+    pools.handles.clear()
+    with pytest.raises(RuntimeError, match="previous error"):
+        captured(lambda graph: torch.ones(2, 2) @ torch.ones(2, 2))
 
 
 def test_behind_a_broken_capture_there_are_no_random_numbers_until_another_one_ends(pools):

@@ -12,6 +12,8 @@ As on a GPU:
   torch's c10/cuda/CUDACachingAllocator.cpp).
 - A capture that is broken stays underway for torch's allocator, as before torch 2.13: until that is told, it empties no
   caches and takes no other capture into that pool.
+- So it does for torch's allocator of pinned memory, which nobody can tell.
+- A thread's first product makes cuBLAS's handle, which a capture cannot do.
 - Nor does torch's generator give anybody random numbers behind it, until another capture comes to its end.
 - cuBLAS works in memory that torch knows by thread and stream. A capture takes it from its own pool if there is none.
   A graph that goes has torch let go all of it on its stream, as from torch 2.12 on; other graphs still work there.
@@ -53,6 +55,8 @@ class Pools:
 
     def __init__(self):
         self.made, self.uses, self.underway = 0, {}, []
+        self.underway_on_host = []  # of captures, for the allocator of pinned memory
+        self.handles: set[int] = set()  # threads with a handle of cuBLAS
         self.scratches: dict[tuple[int, int], Scratch] = {}  # by thread and stream
         self.random_is_captured = False
 
@@ -83,6 +87,9 @@ class Pools:
         if pool in self.underway:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         self.underway.append(pool)
+        if pool in self.underway_on_host:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id (CachingHostAllocator.h)")
+        self.underway_on_host.append(pool)
 
     def end(self, device, pool):
         """`torch._C._cuda_endAllocateToPool`'s part."""
@@ -266,6 +273,7 @@ class PlayedGraph(TorchDispatchMode):
         if self.broken:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         self.pools.end(0, self.pool)
+        self.pools.underway_on_host.remove(self.pool)
         self.pools.random_is_captured = False
         self.is_captured = True
 
@@ -319,6 +327,9 @@ class PlayedGraph(TorchDispatchMode):
         if there and (function in ASKING or _has_mask(function, args)):
             self.refuse()
         if there and function in PRODUCTS:
+            if self.thread not in self.pools.handles:
+                self.broken = True
+                raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
             self._scratches.add(self.pools.scratch(self.stream, self.pool))
         if function is aten.lift_fresh.default:
             self.check_copy(None, args[0])

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import threading
 from contextlib import nullcontext
 from functools import partial
 
@@ -75,6 +76,7 @@ CUDA = {
     "default_stream": lambda device=None: Stream(number=0),
     "is_current_stream_capturing": lambda: capturing() is not None,
     "device": nullcontext,
+    "current_blas_handle": lambda: PlayedGraph.pools.handles.add(threading.get_ident()),
     "graph_pool_handle": lambda: PlayedGraph.pools.handle(),
     "empty_cache": lambda: PlayedGraph.pools.empty_cache(),
 }

@@ -401,6 +401,7 @@ def install(arch: int = 90, running: Callable[[], Callable[..., None]] = interpr
         "Event": Event,
         "CUDAGraph": Graph,
         "graph_pool_handle": PlayedGraph.pools.handle,
+        "current_blas_handle": lambda: PlayedGraph.pools.handles.add(threading.get_ident()),
         "empty_cache": PlayedGraph.pools.empty_cache,
         "graph": capture,
     }
