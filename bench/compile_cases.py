@@ -76,7 +76,7 @@ def long_zeros(*shape: int) -> Tensor:
 def placing(nodes: int) -> None:
     """A step's first nodes, a level, the whole tree, and equal texts."""
     from heavypath.kernels.step_kernels import StepKernels
-    from heavypath.kernels.trees.levels import CommonNodes, Drawn, Trees, place
+    from heavypath.kernels.trees.levels import CommonNodes, Drawn, Scored, Trees, place
 
     some = long_zeros(nodes)
     every = CommonNodes(some, some, some)
@@ -87,6 +87,10 @@ def placing(nodes: int) -> None:
     place(trees, Drawn(long_zeros(4, nodes), some, some), every, impl="triton")
     place(trees, Drawn(long_zeros(4, nodes), some, some), every, whole=True, impl="triton")
     place(trees, None, every, whole=True, impl="triton")
+    logits = on_gpu(torch.empty(4, nodes, 32_000, dtype=torch.bfloat16))
+    for whole in (False, True):
+        drawn = Drawn(long_zeros(4, nodes), some, some, Scored(logits, logits, some))
+        place(trees, drawn, every, whole=whole, impl="triton")
     StepKernels("triton").alike(trees, every)
 
 
@@ -158,6 +162,30 @@ def entering(dtype: str, width: int, **options) -> None:
     entry_inputs(outputs, None, outputs.flatten(0, 1), norms, impl="triton")
     hidden = on_gpu(torch.empty(16, width, dtype=DTYPES[dtype]))
     end_entries(hidden, hidden, norm if options else None, outputs, few, impl="triton", **options)
+
+
+def correcting(dtype: str, hidden: int, size: int, vocabulary: int) -> None:
+    """What the terms of block drafts launch: rows, both units, a correction's input, and logits of a few tokens."""
+    from heavypath.kernels.layers.entries import EntryNorms, entry_inputs
+    from heavypath.kernels.layers.rms_norm import Norm
+    from heavypath.kernels.layers.side_by_side import Rows, side_by_side
+    from heavypath.kernels.layers.spread import spread_few
+    from heavypath.kernels.layers.units import gru_unit, rnn_unit
+
+    def empty(*shape: int) -> Tensor:
+        return on_gpu(torch.empty(shape, dtype=DTYPES[dtype]))
+
+    at, row = long_zeros(1, 8), Rows.for_each(empty(1, hidden))
+    words, states = Rows.of_table(empty(1000, size), at), Rows(empty(1, 100, size), at)
+    side_by_side([row, words], impl="triton")
+    joined = side_by_side([states, words, row], impl="triton")
+    product = empty(1, 8, 3 * size)
+    rnn_unit(product, joined[..., :size], states, impl="triton")
+    gru_unit(product, product, joined[..., :size], row.looked_up(1, 8), states, impl="triton")
+    norm = Norm(empty(hidden), 1e-5)
+    features = row.looked_up(1, 8)
+    entry_inputs(features, at, empty(1000, hidden), EntryNorms(norm, norm), features_first=True, impl="triton")
+    spread_few(empty(1, 8, 16), long_zeros(1, 16), vocabulary, empty(1, 16), impl="triton")
 
 
 def spreading(dtype: str, own: int, vocabulary: int) -> None:
@@ -333,6 +361,7 @@ CASES = {  # Llama-2-7B and 68M, Qwen3-8B, the largest rows, what has no power o
     **cases(prefetching, "prefetch {} {}x{}", ("bf16", 4096, 4096)),
     **cases(entering, "entries {} H{}", ("bf16", 4096, {"keeps_normed": False}), ("bf16", 4096, {"keeps_normed": True}),
             ("fp16", 896), ("fp32", 8192, {"keeps_normed": False})),
+    **cases(correcting, "terms {} H{} S{} of {}", ("bf16", 4096, 256, 128_256), ("fp32", 96, 24, 1000)),
     **cases(spreading, "spread {} {} of {}", ("bf16", 32_000, 128_256), ("fp32", 24, 1000)),
     **cases(gating, "gate {} F{}", ("bf16", 11008), ("fp16", 14336), ("fp32", 96)),
     **cases(multiplying, "product {} {}x{} {} rows", ("bf16", 12288, 4096, 64),

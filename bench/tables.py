@@ -370,14 +370,16 @@ LARGE = {
     "rest": "share of the step outside the models", "record_seconds": "recording the CUDA graph",
 }  # fmt: skip
 
+MODELS = {"large": "`sequoia`", "head": "`sequoia`, 8B with an EAGLE-3 head"}  # by file
+
 
 def predictions() -> None:
     """What was predicted for a GPU, where nothing has been measured yet."""
     rows = []
     for each in json.loads((BENCH / "predictions.json").read_text(encoding="utf-8"))["figures"]:
         where, unit, predicted, bounds = each["where"], each["unit"], each["predicted"], each["range"]
-        if each["file"] == "large" and where["method"] == "sequoia" and each.get("field") in LARGE:
-            name = f"`sequoia`, {where['nodes']} nodes: {LARGE[each['field']]}"
+        if each["file"] in MODELS and where["method"] == "sequoia" and each.get("field") in LARGE:
+            name = f"{MODELS[each['file']]}, {where['nodes']} nodes: {LARGE[each['field']]}"
         elif "64 x 128256" in where.get("case", ""):
             name = f"{each['file'].removeprefix('kernel_')}, {where['case']}".replace("_", " ")
         else:

@@ -79,19 +79,27 @@ class EntryNorms(NamedTuple):
 
 
 def entry_inputs(
-    features: Tensor, tokens: Tensor | None, table: Tensor, norms: EntryNorms, *, impl: str = "auto"
+    features: Tensor,
+    tokens: Tensor | None,
+    table: Tensor,
+    norms: EntryNorms,
+    *,
+    features_first: bool = False,
+    impl: str = "auto",
 ) -> Inputs:
     """The inputs of entries of features [B, n, F].
 
     tokens: LongTensor[B, n], rows of the table [V, E]; None if row i of the table, [B * n, E], is entry i's
+    features_first: whether features are before embeddings in `joined`
     impl:   see `implementation`; "triton" supports fp32, fp16 and bf16
     """
     if choose_impl("entry_inputs", impl, features) == "triton":
-        return _launch_begin(features, tokens, table, norms, None)[0]
+        return _launch_begin(features, tokens, table, norms, None, features_first=features_first)[0]
     states = features.flatten(0, 1)
     embedded = table if tokens is None else embedding(tokens.flatten(), table)
     normed = _normed(states, norms.features)
-    return Inputs(normed if norms.keeps_normed else states, torch.cat([_normed(embedded, norms.embedded), normed], -1))
+    both = [_normed(embedded, norms.embedded), normed]
+    return Inputs(normed if norms.keeps_normed else states, torch.cat(both[::-1] if features_first else both, -1))
 
 
 def node_entries(
@@ -187,6 +195,7 @@ def _begin_kernel(
     BLOCK: tl.constexpr,
     KEEPS_NORMED: tl.constexpr,
     PLACED: tl.constexpr,
+    FEATURES_FIRST: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Each program does an entry."""
@@ -211,11 +220,11 @@ def _begin_kernel(
     joined += entry * (EMBEDDED + FEATURES)
     x = tl.load(table + row * table_s + column, mask=column < EMBEDDED, other=0.0).to(tl.float32)
     x = _unit(x, embedded_weight, embedded_epsilon, column, joined, EMBEDDED, INTERPRETED)
-    tl.store(joined + column, x, mask=column < EMBEDDED)
+    tl.store(joined + (FEATURES if FEATURES_FIRST else 0) + column, x, mask=column < EMBEDDED)
     at = features + sequence * feature_b + parent * feature_s + column
     f = tl.load(at, mask=column < FEATURES, other=0.0).to(tl.float32)
     normed = _unit(f, feature_weight, feature_epsilon, column, joined, FEATURES, INTERPRETED)
-    tl.store(joined + EMBEDDED + column, normed, mask=column < FEATURES)
+    tl.store(joined + (0 if FEATURES_FIRST else EMBEDDED) + column, normed, mask=column < FEATURES)
     tl.store(states + entry * FEATURES + column, normed if KEEPS_NORMED else f, mask=column < FEATURES)
 
 
@@ -253,7 +262,13 @@ def _end_kernel(
 
 
 def _launch_begin(
-    features: Tensor, tokens: Tensor | None, table: Tensor, norms: EntryNorms, nodes: EntryNodes | None
+    features: Tensor,
+    tokens: Tensor | None,
+    table: Tensor,
+    norms: EntryNorms,
+    nodes: EntryNodes | None,
+    *,
+    features_first: bool = False,
 ) -> tuple[Inputs, NodeEntries | None]:
     """Launch the kernel of `entry_inputs`; with nodes that of `node_entries`, and return rows and masks, too."""
     batch, count = features.shape[:2] if nodes is None else nodes.tokens.shape
@@ -307,6 +322,7 @@ def _launch_begin(
                 BLOCK=block,
                 KEEPS_NORMED=norms.keeps_normed,
                 PLACED=nodes is not None,
+                FEATURES_FIRST=features_first,
                 INTERPRETED=not features.is_cuda,
                 num_warps=min(32, max(4, block // 512)),
                 enable_fp_fusion=False,

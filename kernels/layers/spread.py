@@ -1,6 +1,7 @@
-"""Logits of a draft's own tokens as logits of all of the target's.
+"""Logits of some tokens as logits of all of the target's.
 
-y[r, v] = x[r, i] where token i of the draft is token v of the target; -inf where none is
+y[r, v] = x[r, i]             where token i of the draft is token v of the target; -inf where none is
+y[b, j, v] = x[b, j, i] + a[b, i]    where v is token i of the few of sequence b; -inf where none is
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.language import tl, triton
+from heavypath.kernels.layers.rounding import rounded
 
 _BLOCK = 1024  # tokens of a program
 
@@ -44,6 +46,21 @@ def spread_logits(logits: Tensor, tokens: OwnTokens, *, impl: str = "auto") -> T
     return every.index_copy_(-1, tokens.of_target, logits)
 
 
+def spread_few(
+    logits: Tensor, tokens: Tensor, vocab_size: int, added: Tensor | None = None, *, impl: str = "auto"
+) -> Tensor:
+    """The logits [B, n, V] of all tokens, from those of a few [B, n, K]; "triton" is one launch.
+
+    tokens: LongTensor[B, K], different ones for each sequence; added: [B, K], to the logits of all its nodes
+    """
+    if choose_impl("spread_few", impl, logits) == "triton":
+        return _launch_few(logits, tokens, vocab_size, added)
+    if added is not None:
+        logits = added[:, None] + logits
+    every = logits.new_full((*logits.shape[:2], vocab_size), -torch.inf)
+    return every.scatter_(2, tokens[:, None].expand(logits.shape), logits)
+
+
 @triton.jit
 def _spread_kernel(logits, of_draft, out, V, own, BLOCK: tl.constexpr):
     """Each program does BLOCK tokens of a row."""
@@ -64,5 +81,60 @@ def _launch(logits: Tensor, of_draft: Tensor) -> Tensor:
         with torch.cuda.device_of(logits):
             _spread_kernel[(triton.cdiv(vocab_size, _BLOCK), rows)](
                 logits, of_draft, out, vocab_size, logits.shape[-1], BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False
+            )
+    return out
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def _spread_few_kernel(
+    logits,  # [B * nodes, FEW]
+    tokens,  # [B, FEW]
+    added,  # [B, FEW], or None
+    out,  # [B * nodes, V]
+    nodes,
+    V,
+    FEW: tl.constexpr,
+    COLUMNS: tl.constexpr,  # FEW, up to a power of two
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Each program does BLOCK tokens of a row."""
+    row = tl.program_id(1).to(tl.int64)
+    sequence = row // nodes
+    start = tl.program_id(0) * BLOCK
+    token = start + tl.arange(0, BLOCK)
+    out += row * V
+    tl.store(out + token, tl.full([BLOCK], float("-inf"), tl.float32), mask=token < V)
+    few = tl.arange(0, COLUMNS)
+    chosen = tl.load(tokens + sequence * FEW + few, mask=few < FEW, other=-1)
+    own = (chosen >= start) & (chosen < start + BLOCK)
+    x = tl.load(logits + row * FEW + few, mask=own, other=0.0).to(tl.float32)
+    if added is not None:
+        x = rounded(tl.load(added + sequence * FEW + few, mask=own, other=0.0).to(tl.float32) + x, out, INTERPRETED)
+    tl.debug_barrier()  # other threads have stored -inf there
+    tl.store(out + chosen, x, mask=own)
+
+
+def _launch_few(logits: Tensor, tokens: Tensor, vocab_size: int, added: Tensor | None) -> Tensor:
+    """Launch the kernel of `spread_few`."""
+    batch, count, few = logits.shape
+    if added is not None and added.dtype != logits.dtype:
+        raise ValueError(f"impl 'triton' takes logits of one dtype, got {logits.dtype} and {added.dtype}")
+    out = logits.new_empty(batch, count, vocab_size)
+    if batch * count:
+        with torch.cuda.device_of(logits):
+            _spread_few_kernel[(triton.cdiv(vocab_size, _BLOCK), batch * count)](
+                logits.contiguous(),
+                tokens.contiguous(),
+                None if added is None else added.contiguous(),
+                out,
+                count,
+                vocab_size,
+                FEW=few,
+                COLUMNS=triton.next_power_of_2(few),
+                BLOCK=_BLOCK,
+                INTERPRETED=not logits.is_cuda,
+                num_warps=4,
+                enable_fp_fusion=False,
             )
     return out

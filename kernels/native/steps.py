@@ -61,7 +61,9 @@ def place(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) ->
     """Write drawn tokens into the trees, in place, and return the nodes of the next pass."""
     tokens, roots, noise_rows, lengths, left, _ = trees
     batch, nodes = tokens.shape
-    drawn_tokens, child, draw = drawn or (None, None, None)
+    drawn_tokens, child, draw, scored = drawn or (None, None, None, None)
+    if scored is not None:
+        copy_rows(*scored)
     node, parent, depth = given
     out = torch.empty(5, batch, node.shape[0], dtype=torch.long, device="cpu")
     noise_rows = noise_rows if noise_rows.stride(1) == 1 else noise_rows.contiguous()

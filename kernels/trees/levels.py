@@ -5,8 +5,9 @@ A node i of a tree whose prefix has `length` tokens has the inputs
     token[i], or 0 if it is absent        position = length + depth[i]
     cache row = length + i                parent's row = length + parent[i]         noise row, which is given
 
-In PyTorch operations this is a dozen launches a level on a few numbers each. `place` is one launch with a program for
-each sequence. It writes the tokens drawn for a level into the trees, and gathers the nodes of the next pass.
+In PyTorch operations this is a dozen launches a level on a few numbers each. `place` is one launch. A program for each
+sequence writes the tokens drawn for a level into the trees, and gathers the nodes of the next pass. Further programs
+store the logits that the tokens were drawn from among those of all nodes, where verification reads them.
 
 If siblings are independent draws, two of them may have the same token, and then the same path of tokens. The logits
 after both must be equal, because verification treats the children of both as draws from one distribution. So with
@@ -26,9 +27,10 @@ from torch import Tensor
 
 from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.language import tl, triton
-from heavypath.kernels.step_kernels import kernels_by
+from heavypath.kernels.step_kernels import copy_rows, kernels_by
 
 _BLOCK = tl.constexpr(128)  # nodes that a program reads in one iteration
+_LOGITS = 2048  # that a program stores
 
 
 class NodeInputs(NamedTuple):
@@ -77,17 +79,32 @@ class CommonNodes(NamedTuple):
     depths: Tensor
 
 
+class Scored(NamedTuple):
+    """Logits after some of a tree's nodes, to be stored among those of all nodes.
+
+    logits:   [B, n, V]
+    of_trees: [B, N, V] of the same dtype, written in place
+    rows:     LongTensor[n]: the logits i are stored in row rows[i]
+    """
+
+    logits: Tensor
+    of_trees: Tensor
+    rows: Tensor
+
+
 class Drawn(NamedTuple):
     """The draws for a level: node children[i] of a tree gets token draws[i] of that tree's D tokens.
 
     tokens:   LongTensor[B, D]
     children: LongTensor[m]
     draws:    LongTensor[m]
+    scored:   the logits from which the tokens were drawn, to be stored; None to store none
     """
 
     tokens: Tensor
     children: Tensor
     draws: Tensor
+    scored: Scored | None = None
 
 
 class Trees(NamedTuple):
@@ -159,6 +176,8 @@ def place_by_torch(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole:
     tokens = trees.tokens
     tokens[:, 0] = trees.roots
     if drawn is not None:
+        if drawn.scored is not None:
+            copy_rows(*drawn.scored)
         tokens.index_copy_(1, drawn.children, drawn.tokens.index_select(1, drawn.draws))
     if whole:
         absent = given.depths > (trees.left[:, None] - 1).clamp(min=0)
@@ -199,20 +218,36 @@ def _first_kernel(
         tl.store(mask_ptr + place, seen.to(tl.int8), mask=(which[:, None] < 2) & (node < NODES)[None, :])
 
 
-@triton.jit(do_not_specialize=["N", "DRAWS", "CHILDREN", "GIVEN"])
-def _place_kernel(
-    tokens_ptr,  # [B, N], in place
-    noise_ptr,  # [B, N]
-    roots_ptr,  # [B], as the next two
+@triton.jit
+def _store_logits(
+    job, logits, of_trees, rows, SCORED, V, logits_b, logits_n, of_trees_b, of_trees_n, LOGITS: tl.constexpr
+):
+    """Store LOGITS logits after one node; a node has cdiv(V, LOGITS) jobs."""
+    blocks = tl.cdiv(V, LOGITS)
+    node = job // blocks
+    i = node % SCORED
+    sequence = (node // SCORED).to(tl.int64)
+    token = (job % blocks) * LOGITS + tl.arange(0, LOGITS)
+    x = tl.load(logits + sequence * logits_b + i.to(tl.int64) * logits_n + token, mask=token < V, other=0.0)
+    to = of_trees + sequence * of_trees_b + tl.load(rows + i) * of_trees_n
+    tl.store(to + token, x, mask=token < V)
+
+
+@triton.jit
+def _place_nodes(
+    sequence,
+    tokens_ptr,
+    noise_ptr,
+    roots_ptr,
     lengths_ptr,
     left_ptr,
-    drawn_ptr,  # [B, DRAWS]; None if CHILDREN is 0
-    children_ptr,  # [CHILDREN], as draws_ptr
+    drawn_ptr,
+    children_ptr,
     draws_ptr,
-    nodes_ptr,  # [GIVEN], as parents_ptr and depths_ptr
+    nodes_ptr,
     parents_ptr,
     depths_ptr,
-    fed_tokens_ptr,  # [B, GIVEN], as all below
+    fed_tokens_ptr,
     positions_ptr,
     cache_rows_ptr,
     parent_rows_ptr,
@@ -225,8 +260,7 @@ def _place_kernel(
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program does one sequence."""
-    sequence = tl.program_id(0).to(tl.int64)
+    """Place the drawn tokens of one sequence, and gather its nodes; arguments as in `_place_kernel`."""
     tokens_ptr += sequence * N
     noise_ptr += sequence * N
     length = tl.load(lengths_ptr + sequence)
@@ -255,6 +289,88 @@ def _place_kernel(
         tl.store(cache_rows_ptr + out, length + node, mask=here)
         tl.store(parent_rows_ptr + out, length + tl.load(parents_ptr + i, mask=here, other=0), mask=here)
         tl.store(noise_rows_ptr + out, tl.load(noise_ptr + node, mask=here, other=0), mask=here)
+
+
+@triton.jit(do_not_specialize=["N", "DRAWS", "CHILDREN", "GIVEN", "BATCH", "SCORED"])
+def _place_kernel(
+    tokens_ptr,  # [B, N], in place
+    noise_ptr,  # [B, N]
+    roots_ptr,  # [B], as the next two
+    lengths_ptr,
+    left_ptr,
+    drawn_ptr,  # [B, DRAWS]; None if CHILDREN is 0
+    children_ptr,  # [CHILDREN], as draws_ptr
+    draws_ptr,
+    nodes_ptr,  # [GIVEN], as parents_ptr and depths_ptr
+    parents_ptr,
+    depths_ptr,
+    fed_tokens_ptr,  # [B, GIVEN], as all below
+    positions_ptr,
+    cache_rows_ptr,
+    parent_rows_ptr,
+    noise_rows_ptr,
+    logits_ptr,  # [B, SCORED, V]; None if there are none
+    of_trees_ptr,  # [B, N, V]
+    logit_rows_ptr,  # [SCORED]
+    N,
+    DRAWS,
+    CHILDREN,
+    GIVEN,
+    BATCH,
+    SCORED,
+    V,
+    logits_b,
+    logits_n,
+    of_trees_b,
+    of_trees_n,
+    HAS_DRAWN: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOGITS: tl.constexpr,
+):
+    """The first BATCH programs do one sequence each. Each other one stores LOGITS logits after a node."""
+    program = tl.program_id(0)
+    if program < BATCH:
+        _place_nodes(
+            program.to(tl.int64),
+            tokens_ptr,
+            noise_ptr,
+            roots_ptr,
+            lengths_ptr,
+            left_ptr,
+            drawn_ptr,
+            children_ptr,
+            draws_ptr,
+            nodes_ptr,
+            parents_ptr,
+            depths_ptr,
+            fed_tokens_ptr,
+            positions_ptr,
+            cache_rows_ptr,
+            parent_rows_ptr,
+            noise_rows_ptr,
+            N,
+            DRAWS,
+            CHILDREN,
+            GIVEN,
+            HAS_DRAWN,
+            WHOLE,
+            BLOCK,
+        )
+    elif logits_ptr is not None:
+        _store_logits(
+            program - BATCH,
+            logits_ptr,
+            of_trees_ptr,
+            logit_rows_ptr,
+            SCORED,
+            V,
+            logits_b,
+            logits_n,
+            of_trees_b,
+            of_trees_n,
+            LOGITS,
+        )
 
 
 @triton.jit(do_not_specialize=["N", "GIVEN"])
@@ -315,9 +431,16 @@ def launch_place(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: b
     batch, nodes = trees.tokens.shape
     count = len(given.nodes)
     device = trees.tokens.device
+    logits = of_trees = rows = None
+    storing = columns = 0
+    if drawn is not None and drawn.scored is not None:
+        logits, of_trees, rows = drawn.scored
+        logits = logits if logits.stride(2) == 1 else logits.contiguous()
+        columns = logits.shape[2]
+        storing = batch * len(rows) * triton.cdiv(columns, _LOGITS)
     inputs = NodeInputs(*(torch.empty(batch, count, dtype=torch.long, device=device) for _ in NodeInputs._fields))
     with torch.cuda.device_of(trees.tokens):
-        _place_kernel[(batch,)](
+        _place_kernel[(batch + storing,)](
             tokens_ptr=trees.tokens,
             noise_ptr=trees.noise_rows.contiguous(),
             roots_ptr=trees.roots,
@@ -334,13 +457,24 @@ def launch_place(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: b
             cache_rows_ptr=inputs.cache_rows,
             parent_rows_ptr=inputs.parent_rows,
             noise_rows_ptr=inputs.noise_rows,
+            logits_ptr=logits,
+            of_trees_ptr=of_trees,
+            logit_rows_ptr=rows,
             N=nodes,
             DRAWS=0 if drawn is None else drawn.tokens.shape[1],
             CHILDREN=0 if drawn is None else len(drawn.children),
             GIVEN=count,
+            BATCH=batch,
+            SCORED=0 if rows is None else len(rows),
+            V=columns,
+            logits_b=0 if logits is None else logits.stride(0),
+            logits_n=0 if logits is None else logits.stride(1),
+            of_trees_b=0 if of_trees is None else of_trees.stride(0),
+            of_trees_n=0 if of_trees is None else of_trees.stride(1),
             HAS_DRAWN=drawn is not None,
             WHOLE=whole,
             BLOCK=_BLOCK.value,
+            LOGITS=_LOGITS,
             num_warps=4,
             enable_fp_fusion=False,
         )

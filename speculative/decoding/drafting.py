@@ -7,7 +7,7 @@ from torch import Tensor
 
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.step_kernels import step_kernels
-from heavypath.kernels.trees.levels import CommonNodes, Drawn, NodeInputs, Trees
+from heavypath.kernels.trees.levels import CommonNodes, Drawn, NodeInputs, Scored, Trees
 from heavypath.speculative.decoding.drafted import (
     Drafted,
     Lap,
@@ -129,11 +129,11 @@ class StaticDrafter:
                 return _root_alone(state, noise_rows[:, :1], self.alone, after[:, :1].contiguous())
 
             below = tree.levels[depth + 1] if depth + 1 < len(tree.levels) else None
-            drawn = Drawn(tokens.view(batch, -1), level.children, level.draws)
-            inputs = kernels.place(trees, drawn, tree.nodes if below is None else below.nodes, below is None)
             if logits is None:
                 logits = after.new_empty(batch, noise_rows.shape[1], after.shape[-1])
-            kernels.copy_rows(after, logits, level.logit_rows)
+            scored = Scored(after, logits, level.logit_rows)
+            drawn = Drawn(tokens.view(batch, -1), level.children, level.draws, scored)
+            inputs = kernels.place(trees, drawn, tree.nodes if below is None else below.nodes, below is None)
             lap("sampling")
 
             if below is not None:

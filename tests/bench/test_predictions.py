@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import product
 
 import pytest
 from bench_scripts import BENCH, script
@@ -73,9 +74,13 @@ def test_no_attention_is_predicted_above_what_its_loop_can_do(figure):
 
 
 def test_the_predicted_step_is_that_of_its_parts():
-    rows = {row["gpu"]: row for row in predict_step.rows() if row["kernels"] == "7B + 68M, now"}
-    for field in ("step_ms", "over_limit"):
-        found = [each for each in FIGURES if each.get("field") == field and each["where"]["method"] == "sequoia"]
+    every = predict_step.rows()
+    for file, pair, field in product(("large", "head"), ("7B + 68M", "8B + EAGLE-3"), ("step_ms", "over_limit")):
+        if (file == "large") != (pair == "7B + 68M"):
+            continue
+        rows = {row["gpu"]: row for row in every if row["kernels"] == f"{pair}, now"}
+        found = [each for each in FIGURES if (each["file"], each.get("field")) == (file, field)]
+        found = [each for each in found if each["where"]["method"] == "sequoia"]
         assert found
         for each in found:
             for gpu, row in rows.items():

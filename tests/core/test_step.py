@@ -34,10 +34,20 @@ from heavypath.speculative.drafts.merge import MergeDraft
 from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.models.llama import LlamaForward
 
+
+def block_of(target, term, **options):
+    return random_block(target, head_dim=16, taps=(0,), block_size=4, term=term, options=options)
+
+
 DRAFTS = {  # of a target
     "none": lambda target, folder: None,
     "medusa": lambda target, folder: load_medusa(write(folder, published(target, heads=2)), target),
     "block": lambda target, folder: random_block(target, head_dim=16, taps=(0,), block_size=4),
+    "gated": lambda target, folder: block_of(target, "dspark", variant="gated", rank=4, bias=True),
+    "selector": lambda target, folder: block_of(target, "dflash2", rank=4, selected=3),
+    "domino": lambda target, folder: block_of(target, "domino", rank=4, state=6, plain=1),
+    "dfly": lambda target, folder: block_of(target, "dfly", correction=24),
+    "treeflash": lambda target, folder: block_of(target, "treeflash", inner=24),
     "pard": lambda target, folder: Pard(small_llama(2), mask_token_id=6, depths=3),
     "eagle-1": lambda target, folder: head_of(target, taps=(1,), head_dim=16, generation=1),
     "four tokens": lambda target, folder: head_of(
@@ -57,6 +67,17 @@ DRAFTS = {  # of a target
         ("top-k", "medusa", {"tree": TokenTree([-1, 0, 1])}, {"temperature": 1.0}, 1, 4),
         ("chain", "block", {"tree": TokenTree.chain(2)}, {"temperature": 1.0}, 1, 4),
         ("chain", "pard", {"tree": TokenTree.chain(2)}, {"temperature": 1.0}, 1, 4),
+        *(
+            (
+                "sequoia",
+                term,
+                {"tree": TokenTree([-1, 0, 0, 1, 2]), "verifier": "rejection"},
+                {"temperature": 1.0},
+                2,
+                4,
+            )
+            for term in ("gated", "selector", "domino", "dfly", "treeflash")
+        ),
         *(
             pytest.param(method, draft, shape, {"temperature": 1.0}, 3, 6, marks=pytest.mark.slow)
             for method, draft, shape in (

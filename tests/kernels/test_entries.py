@@ -81,12 +81,14 @@ def test_entries_of_nodes_are_their_tokens_and_their_parents_outputs(normed, kee
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("looked_up", [True, False])
-def test_inputs_are_rounded_where_pytorch_rounds(looked_up, dtype):
+@pytest.mark.parametrize("features_first", [True, False])
+def test_inputs_are_rounded_where_pytorch_rounds(features_first, looked_up, dtype):
     features, table = numbers(2, 3, 40, dtype=dtype), numbers(6, 40, seed=1, dtype=dtype)
     norms = EntryNorms(*(Norm(numbers(40, seed=seed, dtype=dtype).to(DEVICE), 1e-5) for seed in (2, 3)))
     tokens = torch.tensor([[5, 0, 1], [1, 1, 4]], device=DEVICE) if looked_up else None
     ours, plain = (
-        entry_inputs(features.to(DEVICE), tokens, table.to(DEVICE), norms, impl=impl) for impl in ("triton", "torch")
+        entry_inputs(features.to(DEVICE), tokens, table.to(DEVICE), norms, features_first=features_first, impl=impl)
+        for impl in ("triton", "torch")
     )
     assert torch.equal(ours.states, plain.states)
     step = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]

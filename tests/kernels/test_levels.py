@@ -8,7 +8,7 @@ from devices import DEVICE, moved
 from kernel_cases import NATIVE
 
 from heavypath.kernels.step_kernels import StepKernels
-from heavypath.kernels.trees.levels import CommonNodes, Drawn, Trees, place
+from heavypath.kernels.trees.levels import CommonNodes, Drawn, Scored, Trees, place
 
 on_device = partial(moved, device=DEVICE)
 EACH = pytest.mark.parametrize("impl", ["torch", "triton", NATIVE])
@@ -41,6 +41,26 @@ def test_a_level_and_a_tree_by_hand(impl):
     assert fed.positions.tolist() == [[10, 11, 12, 11], [20, 21, 22, 21]]
     assert fed.cache_rows.tolist() == [[10, 11, 12, 13], [20, 21, 22, 23]]
     assert fed.noise_rows.tolist() == noise.tolist()
+
+
+@EACH
+@pytest.mark.parametrize(("vocab", "dtype"), [(1, torch.float32), (2049, torch.bfloat16)])
+def test_logits_that_tokens_were_drawn_from_are_stored_in_their_rows_and_nowhere_else(vocab, dtype, impl):
+    """Of two sequences, each with two nodes of four; all other rows keep what they have. Logits may be a view."""
+    of_trees = torch.full((2, 4, vocab), 9.0, dtype=dtype, device=DEVICE)
+    logits = torch.randn(2, 5, vocab, generator=torch.Generator().manual_seed(1)).to(dtype).to(DEVICE)[:, 1:4:2]
+    one = torch.ones(2, dtype=torch.long)
+    trees = on_device(Trees(torch.zeros(2, 4, dtype=torch.long), one, torch.zeros(2, 4).long(), one, 9 * one, None))
+    drawn = on_device(Drawn(torch.tensor([[7], [8]]), torch.tensor([2]), torch.tensor([0])))
+    scored = Scored(logits, of_trees, torch.tensor([3, 1], device=DEVICE))
+    place(trees, drawn._replace(scored=scored), on_device(chosen([2], [0], [1])), impl=impl)
+    assert torch.equal(of_trees[:, [3, 1]], logits)
+    assert (of_trees[:, [0, 2]] == 9).all()
+    assert trees.tokens.tolist() == [[1, 0, 7, 0], [1, 0, 8, 0]]
+    shared = logits[:, :1].expand(-1, 2, -1)  # of a draft whose distributions depend on the depth alone
+    drawn = drawn._replace(scored=scored._replace(logits=shared))
+    place(trees, drawn, on_device(chosen([2], [0], [1])), impl=impl)
+    assert torch.equal(of_trees[:, [3, 1]], shared)
 
 
 @EACH
@@ -91,4 +111,5 @@ def test_nodes_are_placed_and_fed_as_by_the_references(case, impl):
 @pytest.mark.parametrize("case", [0, 1])
 def test_nodes_are_placed_in_any_schedule(case, adversary):
     test_nodes_are_placed_and_fed_as_by_the_references(2 * adversary.seed + case, "triton")
+    test_logits_that_tokens_were_drawn_from_are_stored_in_their_rows_and_nowhere_else(2049, torch.float32, "triton")
     adversary.met("_first_kernel", "_place_kernel", "_alike_kernel")

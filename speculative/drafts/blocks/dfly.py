@@ -17,13 +17,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from heavypath.kernels.layers.entries import EntryNorms
+from heavypath.kernels.layers.gated import silu_product
 from heavypath.speculative.drafts.blocks.config import BlockConfig
-from heavypath.speculative.drafts.blocks.term import BlockTerm, Parents, TokenLayers, for_each_node
+from heavypath.speculative.drafts.blocks.term import BlockTerm, Parents, TokenLayers
 from heavypath.speculative.drafts.heads.settings import together
 from heavypath.speculative.files.checkpoint import check_config
+from heavypath.speculative.models.llama import norm_of
 
 
 class DFlyTerm(BlockTerm):
@@ -94,9 +96,11 @@ class DFlyTerm(BlockTerm):
         """The logits of the nodes' children, corrected by each node's token; arguments as in `BlockTerm.forward`."""
         if not self.uses_lm_head:
             return base[:, None], None
-        row = for_each_node(kept, nodes)
-        both = torch.cat([self.hidden_norm(row), self.embed_norm(ends.embed(nodes.tokens))], -1)
-        return ends.logits(row + self.down_proj(silu(self.gate_proj(both)) * self.up_proj(both))), None
+        norms = EntryNorms(norm_of(self.embed_norm), norm_of(self.hidden_norm))
+        inputs = ends.beside(kept, nodes.tokens, norms, True)
+        inner = silu_product(self.gate_proj(inputs.joined), self.up_proj(inputs.joined))
+        corrected = inputs.states + self.down_proj(inner)
+        return ends.logits(corrected.view(*nodes.tokens.shape, -1)), None
 
     def level_weights(self) -> list[Tensor]:
         """The weights that `forward` reads at each level: the correction's."""

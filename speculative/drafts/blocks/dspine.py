@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from heavypath.kernels.layers.spread import spread_few
 from heavypath.speculative.drafts.blocks.config import BlockConfig
-from heavypath.speculative.drafts.blocks.term import BlockTerm, Parents, Pass, TokenLayers, only
+from heavypath.speculative.drafts.blocks.term import BlockTerm, Parents, Pass, TokenLayers
 from heavypath.speculative.files.checkpoint import check_config
 
 _CODES = "transfer_codes"
@@ -106,7 +107,7 @@ class DSpineTerm(BlockTerm):
         best = base.topk(self.selected, -1).indices
         row = kept[:, None]
         told = self._message(self.last, row, self._feature(self.last, row), self._code(nodes.tokens))
-        return only(best, ends.logits_of(ends.norm(told), best), base), None
+        return spread_few(ends.logits_of(ends.norm(told), best), best, base.shape[-1]), None
 
     def level_weights(self) -> list[Tensor]:
         """The weights that `forward` reads at each level, without the codes, of which only a few rows are read."""

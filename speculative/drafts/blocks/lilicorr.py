@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize, silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from heavypath.kernels.layers.spread import spread_few
 from heavypath.speculative.drafts.blocks.config import BlockConfig
 from heavypath.speculative.drafts.blocks.encoder import EncoderLayer, bias_by_depth
-from heavypath.speculative.drafts.blocks.term import BlockTerm, Parents, Pass, TokenLayers, only
+from heavypath.speculative.drafts.blocks.term import BlockTerm, Parents, Pass, TokenLayers
 from heavypath.speculative.drafts.heads.settings import number_in
 from heavypath.speculative.files.checkpoint import check_config
 
@@ -137,7 +138,8 @@ class LiLiCorrTerm(BlockTerm):
         best, above, others, pairs = kept.split([self.selected] * 3 + [self.selected**2], -1)
         same = nodes.tokens[:, :, None] == above[:, None].long()  # [B, n, K]
         found = same.float() @ pairs.view(-1, self.selected, self.selected)
-        return only(best.long(), found.where(same.any(-1, keepdim=True), others[:, None]), base), None
+        logits = found.where(same.any(-1, keepdim=True), others[:, None])
+        return spread_few(logits, best.long(), base.shape[-1]), None
 
     def level_weights(self) -> list[Tensor]:
         """An empty list: `forward` reads no weights, since the pass computes all logits."""

@@ -13,9 +13,11 @@ function of these arguments is lossless. It must not look at other nodes of the 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
+from heavypath.kernels.layers.entries import EntryNorms, Inputs
+from heavypath.kernels.layers.rms_norm import Norm
+from heavypath.kernels.layers.side_by_side import Rows
 from heavypath.speculative.drafts.blocks.config import BlockConfig
 
 
@@ -23,15 +25,22 @@ class TokenLayers(NamedTuple):
     """The functions around a draft's layers, for tensors of any number of dimensions.
 
     embed:   tokens LongTensor[...] to [..., H], the embedding of the block's rows
+    words:   tokens LongTensor[B, n] to rows of H columns, the same, which need not be looked up
     norm:    [..., H] to [..., H], the norm after the last layer
     logits:  [..., H], after the norm, to fp32 [..., Vd]
     logits_of: [B, n, H] and tokens of the draft LongTensor[B, K] to fp32 [B, n, K], the logits of these tokens alone
+    beside:  rows [B, H] and tokens LongTensor[B, n] to the rows for each token, and their norm next to the norm of the
+             token's embedding; the norms, and whether the row comes first, are given
+    last_norm: the norm of `norm`
     """
 
     embed: Callable[[Tensor], Tensor]
+    words: Callable[[Tensor], Rows]
     norm: Callable[[Tensor], Tensor]
     logits: Callable[[Tensor], Tensor]
     logits_of: Callable[[Tensor, Tensor], Tensor]
+    beside: Callable[[Tensor, Tensor, EntryNorms, bool], Inputs]
+    last_norm: Norm
 
 
 class Pass(NamedTuple):
@@ -54,12 +63,15 @@ class Parents(NamedTuple):
 
     tokens: LongTensor[B, n], the nodes' tokens, by the target's numbers
     depth:  the nodes' depth, 0 for the root; LongTensor[B] if it differs between sequences
-    state:  [B, n, state_size], the states of the nodes' parents, 0 for the root's; None for a term without states
+    state:  the states of the nodes' parents, rows of state_size columns, 0 for the root's; None for a term without
+            states
+    kept:   the rows in which the nodes' own states are stored; None to store none
     """
 
     tokens: Tensor
     depth: int | Tensor
-    state: Tensor | None
+    state: Rows | None
+    kept: Rows | None = None
 
 
 class BlockTerm(nn.Module):
@@ -149,6 +161,8 @@ class BlockTerm(nn.Module):
         """The logits for the nodes' children, [B, n, Vd] or [B, 1, Vd], and the nodes' states [B, n, state_size].
 
         base: [B, Vd], the logits of the children's depth; kept: [B, columns], what the pass kept of it
+
+        States are also stored in `nodes.kept`.
         """
         return base[:, None], None
 
@@ -160,12 +174,3 @@ class BlockTerm(nn.Module):
 def for_each_node(kept: Tensor, nodes: Parents) -> Tensor:
     """Each sequence's row [B, C] repeated for its n nodes, [B, n, C]."""
     return kept[:, None].expand(-1, nodes.tokens.shape[1], -1)
-
-
-def only(tokens: Tensor, logits: Tensor, base: Tensor) -> Tensor:
-    """Logits [B, n, Vd] of all tokens: the given ones [B, n, K] for `tokens`, LongTensor[B, K], -inf for all others.
-
-    base: any logits with Vd columns, for the dtype and the number of tokens
-    """
-    every = base.new_full((*logits.shape[:2], base.shape[-1]), -torch.inf)
-    return every.scatter_(2, tokens[:, None].expand(logits.shape), logits)

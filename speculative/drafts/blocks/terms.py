@@ -26,8 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from heavypath.kernels.layers.side_by_side import Rows, side_by_side
+from heavypath.kernels.layers.spread import spread_few
+from heavypath.kernels.layers.units import gru_unit, rnn_unit
 from heavypath.speculative.drafts.blocks.config import BlockConfig
-from heavypath.speculative.drafts.blocks.term import BlockTerm, Parents, TokenLayers, for_each_node, only
+from heavypath.speculative.drafts.blocks.term import BlockTerm, Parents, TokenLayers, for_each_node
 from heavypath.speculative.drafts.heads.settings import number_in
 from heavypath.speculative.files.checkpoint import check_config
 from heavypath.speculative.models.forward import as_logits
@@ -84,22 +87,21 @@ class MarkovTerm(BlockTerm):
         latent, state = self.latent(kept, nodes)
         return base[:, None] + as_logits(self.markov_w2(latent)), state
 
-    def latent(self, hidden: Tensor, nodes: Parents) -> tuple[Tensor, Tensor | None]:
+    def latent(self, hidden: Tensor, nodes: Parents, impl: str = "auto") -> tuple[Tensor, Tensor | None]:
         """The input of W2, [B, n, rank], and the nodes' states [B, n, state_size], None for a term without states.
 
         hidden: [B, H], the block's output of the children's depth
+        impl:   of the kernels; training needs "torch", for gradients
         """
-        word = self.markov_w1(nodes.tokens)
-        row = for_each_node(hidden, nodes)
-        state = nodes.state
+        row = Rows.for_each(hidden)
+        words = Rows.of_table(self.markov_w1.weight, nodes.tokens)
         if hasattr(self, "gate_proj"):
-            word = word * torch.sigmoid(self.gate_proj(torch.cat([row, word], -1)))
-        elif state is not None:
-            gate, new, word = self.joint_proj(torch.cat([state, word, row], -1)).chunk(3, -1)
-            kept = torch.sigmoid(gate)
-            state = kept * state + (1 - kept) * torch.tanh(new)
-            word = torch.tanh(word)
-        return word, state
+            joined = side_by_side([row, words], impl=impl)
+            return joined[..., hidden.shape[-1] :] * torch.sigmoid(self.gate_proj(joined)), None
+        if nodes.state is None:
+            return self.markov_w1(nodes.tokens), None
+        joined = side_by_side([nodes.state, words, row], impl=impl)
+        return rnn_unit(self.joint_proj(joined), joined[..., : self.state_size], nodes.kept, impl=impl)
 
 
 class SelectorTerm(BlockTerm):
@@ -144,7 +146,7 @@ class SelectorTerm(BlockTerm):
         values, best = base.topk(self.selected, -1)
         queries = self.predecessor_codebook[nodes.tokens] * self.hidden_projection(kept)[:, None]  # [B, n, r]
         pairs = as_logits(queries @ self.successor_codebook[best].mT)  # [B, n, selected]
-        return only(best, values[:, None] + pairs, base), None
+        return spread_few(pairs, best, base.shape[-1], values), None
 
 
 class DominoTerm(BlockTerm):
@@ -187,13 +189,12 @@ class DominoTerm(BlockTerm):
 
         For nodes of a depth below `plain`, the logits are `base` alone.
         """
-        assert nodes.state is not None
-        state = self.prefix_gru(ends.embed(nodes.tokens), nodes.state)
+        joined, state = self.prefix_gru(ends.words(nodes.tokens), for_each_node(kept, nodes), nodes)
         logits = for_each_node(base, nodes)
         depth = nodes.depth
         if isinstance(depth, int) and depth < self.plain:
             return logits, state
-        added = logits + as_logits(self.embed_proj(torch.cat([for_each_node(kept, nodes), state], -1)))
+        added = logits + as_logits(self.embed_proj(joined))
         if isinstance(depth, int):
             return added, state
         return added.where((depth >= self.plain)[:, None, None], logits), state
@@ -207,9 +208,10 @@ class _GatedUnit(nn.Module):
         self.weight_ih_l0 = nn.Parameter(torch.zeros(3 * size, width))
         self.weight_hh_l0 = nn.Parameter(torch.zeros(3 * size, size))
 
-    def forward(self, words: Tensor, state: Tensor) -> Tensor:
-        """The new states [..., size]. words: [..., H], the inputs; state: [..., size], the states before."""
-        reset, gate, new = linear(words, self.weight_ih_l0).chunk(3, -1)
-        reset_of, gate_of, new_of = linear(state, self.weight_hh_l0).chunk(3, -1)
-        gate = torch.sigmoid(gate + gate_of)
-        return gate * state + (1 - gate) * torch.tanh(new + torch.sigmoid(reset + reset_of) * new_of)
+    def forward(self, words: Rows, beside: Tensor, nodes: Parents) -> tuple[Tensor, Tensor]:
+        """[beside; new states], [B, n, H + size], and the new states alone. words: the inputs, rows of H columns."""
+        assert nodes.state is not None
+        state, word = side_by_side([nodes.state, words]).split([self.weight_hh_l0.shape[1], words.field.shape[-1]], -1)
+        of_input = linear(word, self.weight_ih_l0)
+        of_state = linear(state, self.weight_hh_l0)
+        return gru_unit(of_input, of_state, state, beside, nodes.kept)

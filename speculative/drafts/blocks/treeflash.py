@@ -13,14 +13,16 @@ Source: "TreeFlash", arXiv 2606.03819.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from heavypath.kernels.layers.entries import EntryNorms
+from heavypath.kernels.layers.gated import silu_product
+from heavypath.kernels.layers.rms_norm import add_rms_norm
 from heavypath.speculative.drafts.blocks.config import BlockConfig
-from heavypath.speculative.drafts.blocks.term import BlockTerm, Parents, Pass, TokenLayers, for_each_node
+from heavypath.speculative.drafts.blocks.term import BlockTerm, Parents, Pass, TokenLayers
 from heavypath.speculative.files.checkpoint import check_config
+from heavypath.speculative.models.llama import norm_of
 
 _EPSILON = 1e-6  # of norm_e, whatever config.json gives for the other norms
 
@@ -67,6 +69,7 @@ class TreeFlashTerm(BlockTerm):
 
     def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: TokenLayers) -> tuple[Tensor, None]:
         """The logits of the nodes' children, corrected by each node's token; arguments as in `BlockTerm.forward`."""
-        row = for_each_node(kept, nodes)
-        up, gate = self.ug(torch.cat([self.norm(ends.embed(nodes.tokens)), ends.norm(row)], -1)).chunk(2, -1)
-        return ends.logits(ends.norm(row + self.d(silu(gate) * up))), None
+        inputs = ends.beside(kept, nodes.tokens, EntryNorms(norm_of(self.norm), ends.last_norm), False)
+        up, gate = self.ug(inputs.joined).chunk(2, -1)
+        _, normed = add_rms_norm(inputs.states, self.d(silu_product(gate, up)), ends.last_norm)
+        return ends.logits(normed.view(*nodes.tokens.shape, -1)), None
