@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.numbers import real, whole
+from heavypath.speculative.costs.estimates import attention_by_length
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.drafts.kinds import AnyDraft, as_draft, describe, draft_parameter_count, parameter_count
 from heavypath.speculative.drawing_temperatures import drawing_temperatures
@@ -221,6 +222,7 @@ def calibrate(
         costs=costs,
         acceptance=measured,
         verifier=verifier,
+        attention=attention_by_length(forward),
     )
     if streamed:
         return profile

@@ -103,6 +103,7 @@ OPTIONS = {
     "shards_of": "heavypath.speculative.ranks.shards",
     "stopping_of": "heavypath.speculative.processors.stopping",
     "streamed_bytes": "heavypath.speculative.costs.streamed",
+    "attention_to": "heavypath.speculative.costs.gpu_step",
     "estimated_costs": "heavypath.speculative.costs.gpu_step",
     "streamed_costs": "heavypath.speculative.costs.streamed",
     "streamed_if_offloaded": "heavypath.speculative.streaming.offloaded",

@@ -31,6 +31,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.kernels.ordering import MAX_NODES
 from heavypath.speculative.costs.measured import CostsByBatch
 from heavypath.speculative.costs.streamed import streamed_bytes
+from heavypath.speculative.costs.table import Attention
 from heavypath.speculative.drafts.kinds import AnyDraft, describe
 from heavypath.speculative.drafts.tempered import Tempered
 from heavypath.speculative.files.typed_json import parsed, typed
@@ -221,6 +222,8 @@ class Profile:
         that device type
     gains: for methods that accept more or fewer tokens than counts predict, because of their verifier or because trees
         grow
+    attention: tokens of a prompt -> what attention to it adds to a step, as estimated for a GPU; empty on a CPU. Costs
+        are measured with short prompts
     """
 
     target: str
@@ -232,6 +235,17 @@ class Profile:
     acceptance: tuple[MeasuredAcceptance, ...]
     verifier: str | None = None
     gains: tuple[MethodGain, ...] = ()
+    attention: dict[int, Attention] = field(default_factory=dict)
+
+    def for_length(self, length: int) -> "Profile":
+        """The profile for prompts of `length` tokens: with costs that have attention to the longest known prefix."""
+        known = max((each for each in self.attention if each <= length), default=None)
+        if known is None:
+            return self
+        costs = {
+            batch: self.costs.at(batch).with_attention(self.attention[known], batch) for batch in self.costs.batches
+        }
+        return replace(self, costs=CostsByBatch(costs), attention={})
 
     def save(self, path: str | Path) -> None:
         """Write the profile as a JSON file, which `load` reads."""
@@ -258,7 +272,7 @@ class Profile:
                 raise ValueError("it has no version")
             if version == VERSION:
                 costs = {"by_batch": content.get("costs")}
-                return typed(content | {"costs": costs}, cls)._checked()
+                return typed({"attention": {}} | content | {"costs": costs}, cls)._checked()
         except ValueError as error:
             raise ValueError(
                 f"{str(path)!r} is no profile that `heavypath calibrate` writes ({error}); make it again"
@@ -285,6 +299,10 @@ class Profile:
             raise ValueError("target_parameters must be >= 1, draft_parameters >= 0, and some acceptance be counted")
         for entry in self.acceptance:
             entry.check()
+        for length, attention in self.attention.items():
+            seconds = attention.reading, attention.node
+            if length < 1 or min(seconds) < 0 or max(seconds) > LONGEST:
+                raise ValueError(f"attention must be seconds from 0 to {LONGEST} for 1 token or more, got {attention}")
         for gain in self.gains:
             gain.filters.check()
             if (

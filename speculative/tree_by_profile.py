@@ -177,6 +177,19 @@ class TreeByProfile(TreePolicy):
         self._trees: dict[tuple[Filters, int], TokenTree | Growth] = {}
         self._shapes: dict[tuple[Filters, int], Shapes] = {}
         self._rests: dict[Filters, Rest] = {}
+        self._by_length: dict[int, TreeByProfile] = {}
+
+    def for_length(self, length: int) -> "TreeByProfile":
+        """The policy for prompts of this length; it is kept for others like them."""
+        known = max((each for each in self._profile.attention if each <= length), default=0)
+        if known == 0:
+            return self
+        if known not in self._by_length:
+            profile = self._profile.for_length(known)
+            self._by_length[known] = TreeByProfile(
+                profile, self._method, self._row, self._target, self._draft, replan=self._replan
+            )
+        return self._by_length[known]
 
     def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
         """The trees for 1 to `most` sequences that are fastest on average.

@@ -13,7 +13,7 @@ that it has missed, see `Workspace.rest_or_catch_up`. Drafts that cannot do this
 
 On a GPU attention over a long prompt costs more for each node, in models whose query heads share keys. So the default
 tree of a long prompt is smaller. Its length is rounded, and that of a batch is its longest prompt's. A service does not
-look at lengths.
+look at lengths: all its requests share a step's tree, and no request's output may depend on another's prompt.
 
 Sampled output depends on the trees: another tree gives another sample of the same distribution. At temperature 0, and
 with exponential races (ersd), the output does not depend on them. There the trees follow the batch, also while

@@ -93,7 +93,7 @@ def row(profile: Profile, method: str, filters: Filters, batch: int = 1) -> dict
 
 
 def table(rows: list[dict], key: str = "method") -> Table:
-    """Return a table of figures from `row`, with the column `key` first: "method" or "sequences"."""
+    """Return a table of figures from `row`, with the column `key` first: "method", "sequences" or "prompt"."""
     table = Table(Column(key, no_wrap=True), box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for heading in ("nodes", "depth", "expected", "speed-up", "MBSU"):
         table.add_column(heading, justify="right")

@@ -140,6 +140,11 @@ def plan(
     by_batch = [
         tables.row(measured, method, filters, batch) for filters in samplings for batch in measured.costs.batches
     ]
+    by_length = [
+        tables.row(measured.for_length(length), method, filters) | {"prompt": length}
+        for filters in samplings
+        for length in measured.attention
+    ]
     limits = {filters: tables.limit(measured, method, filters) for filters in samplings}
     drawn, acceptance, _ = measured.plan(method, chosen)
     if svg is not None:
@@ -149,7 +154,8 @@ def plan(
     if as_json:
         tree = {"method": method, "temperature": chosen.temperature, "parents": drawn.tree.parents.tolist()}
         tree |= {"ranks": drawn.tree.ranks.tolist()}
-        options.print_json({"plans": rows, "by_batch": by_batch, "limits": [*limits.values()], "tree": tree})
+        plans = {"plans": rows, "by_batch": by_batch, "by_length": by_length}
+        options.print_json({**plans, "limits": [*limits.values()], "tree": tree})
         return
     console = Console(highlight=False)
     console.print(f"target: {measured.target}\ndraft: {measured.draft}", style="dim")
@@ -167,6 +173,11 @@ def plan(
             console.print(f"{method} by the number of sequences decoded together")
             console.print(
                 tables.table([row for row in by_batch if row["temperature"] == filters.temperature], key="sequences")
+            )
+        if measured.attention:
+            console.print(f"{method} by the tokens of the prompt, with estimated costs of attention")
+            console.print(
+                tables.table([row for row in by_length if row["temperature"] == filters.temperature], key="prompt")
             )
     for line in tables.drawing_in_words(measured) + tables.warnings_of(measured):
         console.print(line, style="bold")

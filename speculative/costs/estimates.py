@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import torch
 
 from heavypath.speculative.costs.roofline import Device, Work
-from heavypath.speculative.costs.table import Costs
+from heavypath.speculative.costs.table import Attention, Costs
 from heavypath.speculative.drafts.draft import Drafting
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.names import load
@@ -51,6 +51,7 @@ LEVEL = 50e-6  # seconds of drawing a level's tokens, for a level
 LEVEL_SEQUENCE = 10e-6  # and for each sequence
 LEVEL_NODES = 2  # assumed number of nodes of a level
 LONG = 4096  # tokens from which on attention counts
+LONGEST_PROMPT = 1 << 20  # tokens up to which its costs are kept in a profile
 SIZES = range(1, 25)  # nodes of the trees whose costs are estimated: larger ones do not pay
 
 
@@ -77,6 +78,16 @@ def estimated_length(target: Forward, length: int) -> int:
     if length < LONG or target.stream is not None or target.device.type != "cuda":
         return 0
     return 1 << (length.bit_length() - 1)
+
+
+def attention_by_length(target: Forward) -> dict[int, Attention]:
+    """What attention adds to a step, by the lengths that `estimated_length` may give; empty where that is always 0."""
+    if target.stream is not None or target.device.type != "cuda":
+        return {}
+    device = Device.of(target.device)
+    longest = min(target.max_positions, LONGEST_PROMPT)
+    lengths = [1 << power for power in range(LONG.bit_length() - 1, int(longest).bit_length())]
+    return {length: load("attention_to")(target, length, device) for length in lengths}
 
 
 def estimated_for(target: Forward) -> str:

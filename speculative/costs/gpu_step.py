@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from heavypath.speculative.costs.roofline import SMALL_KERNEL, Device, Work
-from heavypath.speculative.costs.table import Costs
+from heavypath.speculative.costs.table import Attention, Costs
 from heavypath.speculative.drafts.draft import Drafting
 from heavypath.speculative.models.forward import Forward
 
@@ -59,18 +59,15 @@ def estimated_costs(
         level += of_level
     fixed = STEP_KERNELS * SMALL_KERNEL + states
     step = {
-        size: work.seconds(batch * size, device)
-        + size * LOGIT_PASSES * logits
-        + fixed
-        + (size > 1) * once
-        + (batch * attention_seconds(target, size, length, device) if length else 0)
+        size: work.seconds(batch * size, device) + size * LOGIT_PASSES * logits + fixed + (size > 1) * once
         for size in sizes
     }
-    return Costs(step, level)
+    costs = Costs(step, level)
+    return costs.with_attention(attention_to(target, length, device), batch) if length else costs
 
 
-def attention_seconds(target: Forward, nodes: int, length: int, device: Device) -> float:
-    """Estimated seconds that the attention of n nodes of one sequence takes in all layers, over `length` tokens."""
+def attention_to(target: Forward, length: int, device: Device) -> Attention:
+    """What attention to `length` tokens costs on a GPU."""
     config: Any = target.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -83,4 +80,4 @@ def attention_seconds(target: Forward, nodes: int, length: int, device: Device) 
     columns = itemsize * head_dim
     peak = device.tensor_peak if itemsize <= 2 else device.plain_peak
     reading = 2 * getattr(config, "num_key_value_heads", heads) * columns * rows / (ATTENTION_READ * device.bandwidth)
-    return max(reading, 4 * heads * head_dim * rows * nodes / (ATTENTION_PEAK * peak))
+    return Attention(reading, 4 * heads * head_dim * rows / (ATTENTION_PEAK * peak))

@@ -8,10 +8,26 @@ trees.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # batch sizes for which costs are estimated
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Estimated seconds that attention to a long prefix adds to a step of one sequence, in all layers.
+
+    reading: of all keys and values, once
+    node:    of the products of one node with all of them; of n nodes and reading the longer counts
+    """
+
+    reading: float
+    node: float
+
+    def seconds(self, nodes: int) -> float:
+        """Of a tree with this many nodes."""
+        return max(self.reading, nodes * self.node)
 
 
 @dataclass(frozen=True)
@@ -29,6 +45,12 @@ class Costs:
     step_error: dict[int, float] = field(default_factory=dict)
     level_error: float = 0.0
     rounds: int = 0
+
+    def with_attention(self, attention: "Attention", batch: int) -> "Costs":
+        """These costs for `batch` sequences whose prompts are so long that attention counts."""
+        return replace(
+            self, step={size: seconds + batch * attention.seconds(size) for size, seconds in self.step.items()}
+        )
 
     def steps_of(self, sizes: Sequence[int]) -> dict[int, float]:
         """{nodes of a tree: cost of a step without drafting, in steps of plain decoding}, interpolated linearly.

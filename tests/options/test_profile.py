@@ -24,12 +24,14 @@ from heavypath.speculative import (
 )
 from heavypath.speculative.calibration import SEQUENCE_COUNTS, calibrate, own_prompts, ways_to_draft
 from heavypath.speculative.cli.plan_tables import warnings_of
+from heavypath.speculative.costs.estimates import attention_by_length
 from heavypath.speculative.costs.measured import CostsByBatch
-from heavypath.speculative.costs.table import Costs
+from heavypath.speculative.costs.table import Attention, Costs
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count
 from heavypath.speculative.methods import default_verifier, row_of
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import VERSION, Planned
+from heavypath.speculative.tree_by_profile import TreeByProfile
 from heavypath.speculative.trees.counted import PRIOR
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.visits import sizes_worth_timing
@@ -379,3 +381,38 @@ def test_a_profile_of_another_device_or_precision_or_of_other_models_or_no_profi
         path.write_text(json.dumps({"heavypath profile": version, "target": "llama"}))
         refused(path, f"version {version}, expected {VERSION}; make it again with `heavypath")
     refused(tmp_path / "absent.json", "`heavypath calibrate --out", FileNotFoundError)
+
+
+def test_trees_of_long_prompts_are_smaller_by_what_attention_is_estimated_to_cost(tmp_path):
+    """From 4,096 tokens on reading is added, from 65,536 on 10 ms a node; the profile's file keeps both."""
+    attention = {4096: Attention(0.001, 0.0), 65_536: Attention(0.002, 0.01)}
+    profile = replace(profile_of(counts([[600, 200, 100]] * 6)), attention=attention)
+    assert profile.for_length(4095) is profile
+    assert profile.for_length(5000).costs.at(1).step == pytest.approx({1: 0.011, 4: 0.013, 16: 0.031})
+    long = profile.for_length(10**6)
+    assert long.costs.at(1).step == pytest.approx({1: 0.02, 4: 0.052, 16: 0.19})
+    sizes = [len(each.tree_for("sequoia", Filters(1.0))) for each in (profile, long)]
+    assert sizes[1] < sizes[0]
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+    content = json.loads((tmp_path / "profile.json").read_text())
+    del content["attention"]
+    (tmp_path / "profile.json").write_text(json.dumps(content))
+    assert Profile.load(tmp_path / "profile.json") == replace(profile, attention={})
+    content["attention"] = {"4096": {"reading": -1.0, "node": 0.0}}
+    (tmp_path / "profile.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="attention must be seconds from 0"):
+        Profile.load(tmp_path / "profile.json")
+
+
+def test_a_policy_by_a_profile_follows_the_prompts_length():
+    profile = replace(profile_of(counts([[600, 200, 100]] * 6)), attention={4096: Attention(0.002, 0.01)})
+    target, draft = LlamaForward(tiny_llama(1)), as_draft(tiny_llama(2), LlamaForward(tiny_llama(1)), None)
+    policy = TreeByProfile(profile, "sequoia", row_of("sequoia", "rejection"), target, draft)
+    assert policy.for_length(4095) is policy
+    assert policy.for_length(5000) is policy.for_length(9000)
+    assert len(policy.for_length(5000).tree(Filters(1.0), 1)) < len(policy.tree(Filters(1.0), 1))
+
+
+def test_a_profile_of_a_cpu_knows_no_costs_of_attention():
+    assert attention_by_length(LlamaForward(tiny_llama(1))) == {}

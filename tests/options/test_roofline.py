@@ -8,7 +8,7 @@ from tiny_models import tiny_llama
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, load_demo_pair
-from heavypath.speculative.costs.gpu_step import SIZES, attention_seconds, estimated_costs
+from heavypath.speculative.costs.gpu_step import SIZES, attention_to, estimated_costs
 from heavypath.speculative.costs.roofline import Device, Work
 from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.drafts.draft import NO_DRAFT
@@ -142,14 +142,14 @@ def test_attention_reads_the_cache_or_multiplies_whichever_is_longer(length, nod
     reading = 2 * 2 * 8 * 128 * length * 2 / (0.75 * h100.bandwidth)  # keys and values of two layers
     products = 4 * 32 * 128 * length * nodes * 2 / (0.45 * h100.tensor_peak)
     assert (reading > products) == (bound == "reading")
-    assert attention_seconds(grouped, nodes, length, h100) == pytest.approx(max(reading, products))
+    assert attention_to(grouped, length, h100).seconds(nodes) == pytest.approx(max(reading, products))
 
 
 def test_a_window_bounds_what_attention_reads(grouped, h100):
-    whole = attention_seconds(grouped, 64, 8192, h100)
+    whole = attention_to(grouped, 8192, h100).seconds(64)
     grouped.windows = {1024}
-    assert attention_seconds(grouped, 64, 8192, h100) == pytest.approx(whole / 8)
-    assert attention_seconds(grouped, 64, 512, h100) == pytest.approx(whole / 16)
+    assert attention_to(grouped, 8192, h100).seconds(64) == pytest.approx(whole / 8)
+    assert attention_to(grouped, 512, h100).seconds(64) == pytest.approx(whole / 16)
 
 
 def test_default_trees_shrink_with_the_prompt(grouped, h100, monkeypatch):
