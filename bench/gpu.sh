@@ -147,7 +147,7 @@ run_tests() {
     local files=("${kernels[@]/#/tests/kernels/test_}")
     files=("${files[@]/%/.py}" tests/core/test_huggingface.py)
     # In miniature one small test of each file.
-    local some="by_hand or nothing_to_do or at_the_edge or stand_alone or in_memory_draws or point_masses or one_window"
+    local some="by_hand or nothing_to_do or at_the_edge or stand_alone or in_memory_draws or point_masses or every_window"
     some+=" or rows_apart or infinite_row or needs_no_cache"
     [ -n "$small" ] && few=(-k "$some") || few=()
     step tests-gpu 250 "${pytest[@]}" "${named[@]}" -m gpu tests/core/test_step.py tests/gpu/test_on_gpu.py \
@@ -162,7 +162,7 @@ run_others() {
     files=("${files[@]/%/.py}" tests/core/test_typical.py)
     # In miniature one small test of each file.
     local some="are_refused or by_hand or near_the_least or have_no_cuts or at_the_cut or share_counters"
-    some+=" or at_once or is_sure or equal_keys or block_verification or accepted_alike or is_not_read"
+    some+=" or at_once or is_sure or equal_keys or block_verification or a_search_through or is_not_read"
     [ -n "$small" ] && few=(-k "$some")
     step tests-other-kernels 500 "${pytest[@]}" "${named[@]}" "${few[@]}" "${files[@]}"
 }

@@ -45,7 +45,7 @@ class Trial:
         error = _answer(self._process, source)
         if error is None:
             self.close()
-            error = f"it takes more than {self._seconds:g} seconds of a processor, or too much memory or depth, to compile"
+            error = f"it takes more than {self._seconds:g} processor seconds, or too much memory or depth, to compile"
         if error:
             raise ValueError(f"the {what} cannot be followed: {error}")
 
