@@ -168,15 +168,15 @@ def correcting(dtype: str, hidden: int, size: int, vocabulary: int) -> None:
     """What the terms of block drafts launch: rows, both units, a correction's input, and logits of a few tokens."""
     from heavypath.kernels.layers.entries import EntryNorms, entry_inputs
     from heavypath.kernels.layers.rms_norm import Norm
-    from heavypath.kernels.layers.side_by_side import Rows, side_by_side
+    from heavypath.kernels.layers.side_by_side import FieldRows, side_by_side
     from heavypath.kernels.layers.spread import spread_few
     from heavypath.kernels.layers.units import gru_unit, rnn_unit
 
     def empty(*shape: int) -> Tensor:
         return on_gpu(torch.empty(shape, dtype=DTYPES[dtype]))
 
-    at, row = long_zeros(1, 8), Rows.for_each(empty(1, hidden))
-    words, states = Rows.of_table(empty(1000, size), at), Rows(empty(1, 100, size), at)
+    at, row = long_zeros(1, 8), FieldRows.for_each(empty(1, hidden))
+    words, states = FieldRows.of_table(empty(1000, size), at), FieldRows(empty(1, 100, size), at)
     side_by_side([row, words], impl="triton")
     joined = side_by_side([states, words, row], impl="triton")
     product = empty(1, 8, 3 * size)

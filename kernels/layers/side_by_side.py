@@ -19,7 +19,7 @@ from heavypath.kernels.language import tl, triton
 PARTS = 3  # that a launch takes at most
 
 
-class Rows(NamedTuple):
+class FieldRows(NamedTuple):
     """Rows of a tensor, which need not have been looked up.
 
     field: [B, S, C], or [1, S, C] for a table that all sequences share
@@ -48,7 +48,7 @@ class Rows(NamedTuple):
         return self.field.gather(1, self.at[..., None].expand(-1, -1, self.field.shape[-1]))
 
 
-def side_by_side(parts: Sequence[Rows], *, impl: str = "auto") -> Tensor:
+def side_by_side(parts: Sequence[FieldRows], *, impl: str = "auto") -> Tensor:
     """The rows of two or three tensors of one dtype next to each other, [B, n, sum of C_p].
 
     parts: at least one has the numbers of its rows
@@ -102,7 +102,7 @@ def _side_by_side_kernel(
         _copy(third, third_at, out + FIRST + SECOND, entry, sequence, third_b, third_s, THIRD, BLOCK)
 
 
-def _launch(parts: Sequence[Rows], shape: torch.Size) -> Tensor:
+def _launch(parts: Sequence[FieldRows], shape: torch.Size) -> Tensor:
     """Launch the kernel of `side_by_side`."""
     batch, count = shape
     fields = [in_rows(part.field) for part in parts]
@@ -110,27 +110,44 @@ def _launch(parts: Sequence[Rows], shape: torch.Size) -> Tensor:
     fits = all(dtype == fields[0].dtype and size[0] in (1, batch) for dtype, size in given)
     if not 2 <= len(parts) <= PARTS or not fits:
         raise ValueError(f"impl 'triton' takes 2 or {PARTS} tensors [B, S, C] of one dtype; got {given}")
-    widths = [each.shape[-1] for each in fields]
-    strides = [(0 if len(each) == 1 else each.stride(0), each.stride(1)) for each in fields]
-    at = [None if part.at is None else part.at.contiguous() for part in parts]
-    none = [None] * (PARTS - len(parts))
-    out = fields[0].new_empty(batch, count, sum(widths))
-    block = triton.next_power_of_2(max(widths))
+    first, second, third = [*fields, None][:PARTS]
+    first_at, second_at, third_at = [*(None if part.at is None else part.at.contiguous() for part in parts), None][
+        :PARTS
+    ]
+    first_b, first_s, first_width = _layout(first)
+    second_b, second_s, second_width = _layout(second)
+    third_b, third_s, third_width = _layout(third)
+    out = fields[0].new_empty(batch, count, first_width + second_width + third_width)
+    block = triton.next_power_of_2(max(first_width, second_width, third_width))
     if batch * count:
         with torch.cuda.device_of(out):
             _side_by_side_kernel[(batch * count,)](
-                *fields,
-                *none,
-                *at,
-                *none,
+                first,
+                second,
+                third,
+                first_at,
+                second_at,
+                third_at,
                 out,
                 count,
-                *(each for pair in strides for each in pair),
-                *(0 for _ in 2 * none),
-                *widths,
-                *(0 for _ in none),
+                first_b,
+                first_s,
+                second_b,
+                second_s,
+                third_b,
+                third_s,
+                FIRST=first_width,
+                SECOND=second_width,
+                THIRD=third_width,
                 BLOCK=block,
                 num_warps=min(8, max(1, block // 256)),
                 enable_fp_fusion=False,
             )
     return out
+
+
+def _layout(field: Tensor | None) -> tuple[int, int, int]:
+    """The strides of a field's sequences, 0 for a table, and of its rows, and its columns; zeros for no field."""
+    if field is None:
+        return 0, 0, 0
+    return 0 if len(field) == 1 else field.stride(0), field.stride(1), field.shape[-1]

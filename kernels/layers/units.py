@@ -4,7 +4,7 @@
     gru   s' = z s + (1 - z) tanh(n_a + sigmoid(r_a + r_s) n_s)               and [h; s']
           z = sigmoid(z_a + z_s);  [r_a, z_a, n_a], [r_s, z_s, n_s]: [n, 3 S]
 
-s is the parent's state, s' the node's, [n, S]; h: [n, H] is what the next product reads beside it. PyTorch takes seven
+s is the parent's state, s' the node's, [n, S]; h: [n, H] is what the next product reads with it. PyTorch takes seven
 and eleven operations, and one more to keep s' in the row of a cache; the kernels are a launch each. They round where
 PyTorch's operations do. Cho et al. 2014, arXiv 1406.1078, has the second.
 """
@@ -18,10 +18,10 @@ from heavypath.kernels.implementation import choose_impl, in_rows
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.layers.rotary import store_rows
 from heavypath.kernels.layers.rounding import rounded
-from heavypath.kernels.layers.side_by_side import Rows
+from heavypath.kernels.layers.side_by_side import FieldRows
 
 
-def rnn_unit(product: Tensor, state: Tensor, kept: Rows | None, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
+def rnn_unit(product: Tensor, state: Tensor, kept: FieldRows | None, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
     """tanh(o), [B, n, S], and the nodes' states [B, n, S].
 
     product: [B, n, 3 S]; state: [B, n, S], the parents' states
@@ -38,25 +38,25 @@ def rnn_unit(product: Tensor, state: Tensor, kept: Rows | None, *, impl: str = "
 
 
 def gru_unit(
-    of_input: Tensor, of_state: Tensor, state: Tensor, beside: Tensor, kept: Rows | None, *, impl: str = "auto"
+    of_input: Tensor, of_state: Tensor, state: Tensor, row: Tensor, kept: FieldRows | None, *, impl: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """[h; s'], [B, n, H + S], and the nodes' states [B, n, S], which may be a view of it.
 
     of_input, of_state: [B, n, 3 S], the products with a node's input and with its parent's state
-    state:  [B, n, S], the parents' states; beside: h, [B, n, H]
+    state:  [B, n, S], the parents' states; row: h, [B, n, H]
     kept, impl: as in `rnn_unit`
     """
     if choose_impl("gru_unit", impl, of_input) == "triton":
-        return _launch_gru(of_input, of_state, state, beside, kept)
+        return _launch_gru(of_input, of_state, state, row, kept)
     reset, gate, new = of_input.chunk(3, -1)
     reset_of, gate_of, new_of = of_state.chunk(3, -1)
     gate = torch.sigmoid(gate + gate_of)
     state = gate * state + (1 - gate) * torch.tanh(new + torch.sigmoid(reset + reset_of) * new_of)
     _keep(state, kept)
-    return torch.cat([beside, state], -1), state
+    return torch.cat([row, state], -1), state
 
 
-def _keep(state: Tensor, kept: Rows | None) -> None:
+def _keep(state: Tensor, kept: FieldRows | None) -> None:
     if kept is not None and kept.at is not None:
         store_rows(kept.field[:, None], state[:, :, None], kept.at)
 
@@ -129,15 +129,15 @@ def _gru_kernel(
     of_input,  # [B * nodes, 3 * SIZE]
     of_state,
     state,  # [B, nodes, SIZE]
-    beside,  # [B, nodes, WIDTH]
+    h,  # [B, nodes, WIDTH]
     field,  # [B, any, SIZE], or None
     rows,  # [B, nodes]
     joined,  # [B * nodes, WIDTH + SIZE]
     nodes,
     state_b,
     state_n,
-    beside_b,
-    beside_n,
+    h_b,
+    h_n,
     field_b,
     field_s,
     SIZE: tl.constexpr,
@@ -170,14 +170,14 @@ def _gru_kernel(
     below = _mixed(gate, above, new, joined, INTERPRETED)
     _store(below, joined + WIDTH, field, rows, entry, sequence, field_b, field_s, column, SIZE)
     wide = tl.arange(0, WIDE)
-    row = tl.load(beside + sequence * beside_b + node * beside_n + wide, mask=wide < WIDTH, other=0.0)
-    tl.store(joined + wide, row, mask=wide < WIDTH)
+    x = tl.load(h + sequence * h_b + node * h_n + wide, mask=wide < WIDTH, other=0.0)
+    tl.store(joined + wide, x, mask=wide < WIDTH)
 
 
-def _launch_rnn(product: Tensor, state: Tensor, kept: Rows | None) -> tuple[Tensor, Tensor]:
+def _launch_rnn(product: Tensor, state: Tensor, kept: FieldRows | None) -> tuple[Tensor, Tensor]:
     """Launch the kernel of `rnn_unit`."""
     batch, count, size = state.shape
-    field, rows, strides = _checked([product], state, kept)
+    field, rows, field_b, field_s = _checked([product], state, kept)
     state = in_rows(state)
     word, out = (product.new_empty(state.shape) for _ in range(2))
     block = triton.next_power_of_2(size)
@@ -193,7 +193,8 @@ def _launch_rnn(product: Tensor, state: Tensor, kept: Rows | None) -> tuple[Tens
                 count,
                 state.stride(0),
                 state.stride(1),
-                *strides,
+                field_b,
+                field_s,
                 SIZE=size,
                 BLOCK=block,
                 INTERPRETED=not product.is_cuda,
@@ -204,14 +205,14 @@ def _launch_rnn(product: Tensor, state: Tensor, kept: Rows | None) -> tuple[Tens
 
 
 def _launch_gru(
-    of_input: Tensor, of_state: Tensor, state: Tensor, beside: Tensor, kept: Rows | None
+    of_input: Tensor, of_state: Tensor, state: Tensor, row: Tensor, kept: FieldRows | None
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel of `gru_unit`."""
     batch, count, size = state.shape
-    field, rows, strides = _checked([of_input, of_state], state, kept)
+    field, rows, field_b, field_s = _checked([of_input, of_state], state, kept)
     state = in_rows(state)
-    beside = in_rows(beside)
-    width = beside.shape[-1]
+    row = in_rows(row)
+    width = row.shape[-1]
     joined = of_input.new_empty(batch, count, width + size)
     block = triton.next_power_of_2(size)
     if batch * count:
@@ -220,16 +221,17 @@ def _launch_gru(
                 of_input.contiguous(),
                 of_state.contiguous(),
                 state,
-                beside,
+                row,
                 field,
                 rows,
                 joined,
                 count,
                 state.stride(0),
                 state.stride(1),
-                beside.stride(0),
-                beside.stride(1),
-                *strides,
+                row.stride(0),
+                row.stride(1),
+                field_b,
+                field_s,
                 SIZE=size,
                 WIDTH=width,
                 BLOCK=block,
@@ -242,8 +244,8 @@ def _launch_gru(
 
 
 def _checked(
-    products: list[Tensor], state: Tensor, kept: Rows | None
-) -> tuple[Tensor | None, Tensor | None, tuple[int, int]]:
+    products: list[Tensor], state: Tensor, kept: FieldRows | None
+) -> tuple[Tensor | None, Tensor | None, int, int]:
     """The field in which states are stored, the rows, and its strides; ValueError for tensors that do not fit."""
     kinds = {each.dtype for each in (*products, state)}
     shapes = {each.shape[-1] for each in products}
@@ -255,8 +257,8 @@ def _checked(
             f"got {got}"
         )
     if kept is None or kept.at is None:
-        return None, None, (0, 0)
+        return None, None, 0, 0
     field = kept.field
     if field.stride(-1) != 1:
         raise ValueError(f"the field of states must have contiguous columns, got strides {[*field.stride()]}")
-    return field, kept.at.contiguous(), (field.stride(0), field.stride(1))
+    return field, kept.at.contiguous(), field.stride(0), field.stride(1)

@@ -63,7 +63,7 @@ def place(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) ->
     batch, nodes = tokens.shape
     drawn_tokens, child, draw, scored = drawn or (None, None, None, None)
     if scored is not None:
-        copy_rows(*scored)
+        copy_rows(scored.logits, scored.of_trees, scored.rows)
     node, parent, depth = given
     out = torch.empty(5, batch, node.shape[0], dtype=torch.long, device="cpu")
     noise_rows = noise_rows if noise_rows.stride(1) == 1 else noise_rows.contiguous()

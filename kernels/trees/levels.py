@@ -6,8 +6,7 @@ A node i of a tree whose prefix has `length` tokens has the inputs
     cache row = length + i                parent's row = length + parent[i]         noise row, which is given
 
 In PyTorch operations this is a dozen launches a level on a few numbers each. `place` is one launch. A program for each
-sequence writes the tokens drawn for a level into the trees, and gathers the nodes of the next pass. Further programs
-store the logits that the tokens were drawn from among those of all nodes, where verification reads them.
+sequence writes the drawn tokens into the trees, and gathers the nodes of the next pass; others store the logits.
 
 If siblings are independent draws, two of them may have the same token, and then the same path of tokens. The logits
 after both must be equal, because verification treats the children of both as draws from one distribution. So with
@@ -82,9 +81,8 @@ class CommonNodes(NamedTuple):
 class Scored(NamedTuple):
     """Logits after some of a tree's nodes, to be stored among those of all nodes.
 
-    logits:   [B, n, V]
-    of_trees: [B, N, V] of the same dtype, written in place
-    rows:     LongTensor[n]: the logits i are stored in row rows[i]
+    logits, of_trees: [B, n, V] and [B, N, V] of one dtype; of_trees is written in place
+    rows: LongTensor[n]: the logits i are stored in row rows[i]
     """
 
     logits: Tensor
@@ -177,7 +175,7 @@ def place_by_torch(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole:
     tokens[:, 0] = trees.roots
     if drawn is not None:
         if drawn.scored is not None:
-            copy_rows(*drawn.scored)
+            copy_rows(drawn.scored.logits, drawn.scored.of_trees, drawn.scored.rows)
         tokens.index_copy_(1, drawn.children, drawn.tokens.index_select(1, drawn.draws))
     if whole:
         absent = given.depths > (trees.left[:, None] - 1).clamp(min=0)

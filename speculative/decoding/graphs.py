@@ -125,7 +125,7 @@ class Graph(Generic[Result]):
 
         Before version 2.13 torch would still act as if a capture were running. Its allocator would refuse to empty its
         caches, as it does if memory is short; later versions have ended this already. And its random generator would
-        refuse to work until another capture ends. Its allocator of pinned memory cannot be told: it refuses another
+        refuse to work until another capture ends. Its allocator of pinned memory has no such call: it refuses another
         capture into this pool, so later ones get another. It serves nobody from this one, as it compares the number of
         the stream's capture, which is never given twice (`CUDAGraph::capture_begin`, `CachingHostAllocator.h`).
         """

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import rotate_half
 
-from heavypath.kernels.layers.side_by_side import Rows
+from heavypath.kernels.layers.side_by_side import FieldRows
 from heavypath.speculative.drafts.blocks.head import BlockHead
 from heavypath.speculative.drafts.blocks.term import Parents
 from heavypath.speculative.drafts.blocks.terms import MarkovTerm
@@ -71,7 +71,9 @@ def block_outputs(head: BlockHead, rows: Taught, embed: Callable[[Tensor], Tenso
     outputs = []
     state = hidden.new_zeros(len(tokens) * blocks, 1, head.term.state_size)
     for normed, parents in zip(by_depth, tokens.unflatten(1, (blocks, size)).unbind(2), strict=False):
-        nodes = Parents(parents.flatten()[:, None], len(outputs), Rows(state, None) if head.term.state_size else None)
+        nodes = Parents(
+            parents.flatten()[:, None], len(outputs), FieldRows(state, None) if head.term.state_size else None
+        )
         latent, new = head.term.latent(normed.flatten(0, 1), nodes, impl="torch")
         state = state if new is None else new
         outputs.append(torch.cat([normed, latent.view(*normed.shape[:2], -1)], -1))

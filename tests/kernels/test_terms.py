@@ -6,7 +6,7 @@ import pytest
 import torch
 from devices import DEVICE
 
-from heavypath.kernels.layers.side_by_side import Rows, side_by_side
+from heavypath.kernels.layers.side_by_side import FieldRows, side_by_side
 from heavypath.kernels.layers.spread import spread_few
 from heavypath.kernels.layers.units import gru_unit, rnn_unit
 
@@ -26,13 +26,13 @@ def test_rows_by_hand(impl):
     own = torch.tensor([[[10.0], [11], [12]], [[20], [21], [22]]], device=DEVICE)
     shared = torch.tensor([[7.0, 7], [8, 8]], device=DEVICE)
     tokens, rows = torch.tensor([[[2, 0], [1, 1]], [[0, 2], [1, 1]]], device=DEVICE)
-    parts = [Rows(own, rows), Rows.of_table(table, tokens), Rows.for_each(shared)]
+    parts = [FieldRows(own, rows), FieldRows.of_table(table, tokens), FieldRows.for_each(shared)]
     assert side_by_side(parts, impl=impl).tolist() == [
         [[10, 5, 6, 7, 7], [12, 1, 2, 7, 7]],
         [[21, 3, 4, 8, 8], [21, 3, 4, 8, 8]],
     ]
     assert side_by_side(parts[1:], impl=impl).tolist()[0] == [[5, 6, 7, 7], [1, 2, 7, 7]]
-    assert side_by_side([Rows(0 * own, None), parts[1]], impl=impl).tolist()[1] == [[0, 3, 4], [0, 3, 4]]
+    assert side_by_side([FieldRows(0 * own, None), parts[1]], impl=impl).tolist()[1] == [[0, 3, 4], [0, 3, 4]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -40,7 +40,7 @@ def test_rows_by_hand(impl):
 def test_rows_are_copied_as_they_are(widths, dtype):
     batch, count = 3, 5
     at = torch.randint(4, (batch, count), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    parts = [Rows(numbers(batch, 4, 2 * width, dtype=dtype)[..., :width], at) for width in widths]
+    parts = [FieldRows(numbers(batch, 4, 2 * width, dtype=dtype)[..., :width], at) for width in widths]
     assert torch.equal(side_by_side(parts, impl="triton"), side_by_side(parts, impl="torch"))
 
 
@@ -54,7 +54,7 @@ def test_units_by_hand(impl):
     product, of_state = numbers(1, 2, 3), numbers(1, 2, 3, seed=1)
     state, beside = numbers(1, 2, 1, seed=2), numbers(1, 2, 2, seed=3)
     field = torch.full((1, 4, 1), 9.0, device=DEVICE)
-    kept = Rows(field, torch.tensor([[3, 1]], device=DEVICE))
+    kept = FieldRows(field, torch.tensor([[3, 1]], device=DEVICE))
     word, new = rnn_unit(product, state, kept, impl=impl)
     for node in range(2):
         g, c, o = product[0, node].tolist()
@@ -88,8 +88,8 @@ def test_units_are_rounded_where_pytorch_rounds(size, width, dtype):
     found, expected = [], []
     for impl, results in (("triton", found), ("torch", expected)):
         fields = [torch.full((batch, 5, size + 1), 9.0, dtype=dtype, device=DEVICE)[..., :size] for _ in range(2)]
-        results += rnn_unit(product, state, Rows(fields[0], rows), impl=impl)
-        results += gru_unit(product, of_state, state, beside, Rows(fields[1], rows), impl=impl)
+        results += rnn_unit(product, state, FieldRows(fields[0], rows), impl=impl)
+        results += gru_unit(product, of_state, state, beside, FieldRows(fields[1], rows), impl=impl)
         results += fields
         results += rnn_unit(product, state, None, impl=impl)
     for one, other in zip(found, expected, strict=True):
@@ -116,13 +116,13 @@ def test_tensors_that_do_not_fit_are_refused():
     half, wide = (numbers(1, 2, 3, dtype=dtype) for dtype in (torch.float16, torch.float32))
     at = torch.zeros(1, 2, dtype=torch.long, device=DEVICE)
     with pytest.raises(ValueError, match=r"2 or 3 tensors \[B, S, C\] of one dtype; got .*float16.*float32"):
-        side_by_side([Rows(half, at), Rows(wide, at)], impl="triton")
+        side_by_side([FieldRows(half, at), FieldRows(wide, at)], impl="triton")
     with pytest.raises(
         ValueError, match=r"products \[B, n, 3 S\] and states .*float32.* got .*\[1, 2, 3\].*\[1, 2, 3\]"
     ):
         rnn_unit(wide, wide, None, impl="triton")
     with pytest.raises(ValueError, match=r"of contiguous columns|contiguous columns, got strides \[6, 1, 2\]"):
-        rnn_unit(wide, wide[..., :1], Rows(numbers(1, 3, 2).mT, at), impl="triton")
+        rnn_unit(wide, wide[..., :1], FieldRows(numbers(1, 3, 2).mT, at), impl="triton")
     with pytest.raises(ValueError, match=r"logits of one dtype, got torch.float16 and torch.float32"):
         spread_few(half, torch.tensor([[0, 1, 2]], device=DEVICE), 9, wide[:, 0], impl="triton")
 

@@ -32,7 +32,7 @@ from torch.nn.functional import embedding as looked_up
 from heavypath.kernels.layers.entries import EntryNorms, Inputs, entry_inputs
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import Projected, Turns, rotate_and_store, store_rows
-from heavypath.kernels.layers.side_by_side import Rows
+from heavypath.kernels.layers.side_by_side import FieldRows
 from heavypath.kernels.layers.spread import spread_logits
 from heavypath.speculative.drafts.blocks.cache import BlockCache
 from heavypath.speculative.drafts.blocks.convolution import around
@@ -131,7 +131,7 @@ class BlockHeadDraft(LayeredDraft):
             self._draft_block(feed, cache)
         at = place_of(feed, depths)
         above = self._above(feed, cache)
-        kept = None if above is None else Rows(cache.state, feed.cache_rows[:, -tokens.shape[1] :])
+        kept = None if above is None else FieldRows(cache.state, feed.cache_rows[:, -tokens.shape[1] :])
         logits, _ = term(cache.base[at], cache.hidden[at], Parents(tokens, at[1], above, kept), self._ends)
         if not isinstance(at[1], int) or at[1] == depths:  # nothing is below the last depth, whatever the term says
             logits = logits + self._below_all[at[1]].view(-1, 1, 1)
@@ -278,10 +278,10 @@ class BlockHeadDraft(LayeredDraft):
 
         is_table = is_plain_embedding(embedding) and not has_hooks(embedding)
 
-        def words(tokens: Tensor) -> Rows:
+        def words(tokens: Tensor) -> FieldRows:
             if is_table:
-                return Rows.of_table(embedding.weight, tokens)
-            return Rows(embed(tokens), torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape))
+                return FieldRows.of_table(embedding.weight, tokens)
+            return FieldRows(embed(tokens), torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape))
 
         def beside(rows: Tensor, tokens: Tensor, norms: EntryNorms, rows_first: bool) -> Inputs:
             features = rows[:, None].expand(-1, tokens.shape[1], -1)
@@ -291,23 +291,23 @@ class BlockHeadDraft(LayeredDraft):
 
         return TokenLayers(embed, words, norm, logits, logits_of, beside, last_norm)
 
-    def _above(self, feed: Feed, cache: BlockCache) -> Rows | None:
+    def _above(self, feed: Feed, cache: BlockCache) -> FieldRows | None:
         """The term's states of the nodes' parents; None for a term without states."""
         term = self.head.term
         if not term.state_size:
             return None
         if not feed.news:
-            return Rows(cache.state, feed.parent_rows)
+            return FieldRows(cache.state, feed.parent_rows)
         state = cache.state.new_zeros(len(feed.tokens), 1, term.state_size)
         if feed.drafted is not None:  # the path to the node consists of tokens of the sequence
             root = feed.prefix_lengths - feed.drafted
             for depth in range(self.config.depths):
                 token = cache.tokens.gather(1, (root + depth).clamp(max=cache.tokens.shape[1] - 1)[:, None])
-                nodes = Parents(token, depth, Rows(state, None))
+                nodes = Parents(token, depth, FieldRows(state, None))
                 _, below = term(cache.base[:, depth], cache.hidden[:, depth], nodes, self._ends)
                 assert below is not None
                 state = below.where((depth < feed.drafted)[:, None, None], state)
-        return Rows(state, None)
+        return FieldRows(state, None)
 
     def _attends(self, lengths: Tensor, count: int, visible: int) -> list[Attend]:
         """For each layer, a function that does the attention of a block's rows to the prefix and to the block.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from heavypath.kernels.layers.entries import EntryNorms, Inputs
 from heavypath.kernels.layers.rms_norm import Norm
-from heavypath.kernels.layers.side_by_side import Rows
+from heavypath.kernels.layers.side_by_side import FieldRows
 from heavypath.speculative.drafts.blocks.config import BlockConfig
 
 
@@ -35,7 +35,7 @@ class TokenLayers(NamedTuple):
     """
 
     embed: Callable[[Tensor], Tensor]
-    words: Callable[[Tensor], Rows]
+    words: Callable[[Tensor], FieldRows]
     norm: Callable[[Tensor], Tensor]
     logits: Callable[[Tensor], Tensor]
     logits_of: Callable[[Tensor, Tensor], Tensor]
@@ -70,8 +70,8 @@ class Parents(NamedTuple):
 
     tokens: Tensor
     depth: int | Tensor
-    state: Rows | None
-    kept: Rows | None = None
+    state: FieldRows | None
+    kept: FieldRows | None = None
 
 
 class BlockTerm(nn.Module):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from heavypath.kernels.layers.side_by_side import Rows, side_by_side
+from heavypath.kernels.layers.side_by_side import FieldRows, side_by_side
 from heavypath.kernels.layers.spread import spread_few
 from heavypath.kernels.layers.units import gru_unit, rnn_unit
 from heavypath.speculative.drafts.blocks.config import BlockConfig
@@ -93,8 +93,8 @@ class MarkovTerm(BlockTerm):
         hidden: [B, H], the block's output of the children's depth
         impl:   of the kernels; training needs "torch", for gradients
         """
-        row = Rows.for_each(hidden)
-        words = Rows.of_table(self.markov_w1.weight, nodes.tokens)
+        row = FieldRows.for_each(hidden)
+        words = FieldRows.of_table(self.markov_w1.weight, nodes.tokens)
         if hasattr(self, "gate_proj"):
             joined = side_by_side([row, words], impl=impl)
             return joined[..., hidden.shape[-1] :] * torch.sigmoid(self.gate_proj(joined)), None
@@ -208,10 +208,10 @@ class _GatedUnit(nn.Module):
         self.weight_ih_l0 = nn.Parameter(torch.zeros(3 * size, width))
         self.weight_hh_l0 = nn.Parameter(torch.zeros(3 * size, size))
 
-    def forward(self, words: Rows, beside: Tensor, nodes: Parents) -> tuple[Tensor, Tensor]:
-        """[beside; new states], [B, n, H + size], and the new states alone. words: the inputs, rows of H columns."""
+    def forward(self, words: FieldRows, row: Tensor, nodes: Parents) -> tuple[Tensor, Tensor]:
+        """[row; new states], [B, n, H + size], and the new states alone. words: the inputs, rows of H columns."""
         assert nodes.state is not None
         state, word = side_by_side([nodes.state, words]).split([self.weight_hh_l0.shape[1], words.field.shape[-1]], -1)
         of_input = linear(word, self.weight_ih_l0)
         of_state = linear(state, self.weight_hh_l0)
-        return gru_unit(of_input, of_state, state, beside, nodes.kept)
+        return gru_unit(of_input, of_state, state, row, nodes.kept)
