@@ -47,17 +47,17 @@ FUNCTIONS = {  # name in `StepKernels` -> implementation -> module in this folde
         "torch": "commit.reference",
     },
     "first_nodes": {
-        "triton": "trees.levels.launch_first_nodes",
+        "triton": "trees.levels_kernel.first_nodes",
         "native": "native.steps.first_nodes",
         "torch": "trees.levels.first_nodes",
     },
     "place": {
-        "triton": "trees.levels.launch_place",
+        "triton": "trees.levels_kernel.place",
         "native": "native.steps.place",
         "torch": "trees.levels.place_by_torch",
     },
     "alike": {
-        "triton": "trees.levels.launch_alike",
+        "triton": "trees.levels_kernel.alike",
         "native": "native.steps.alike",
         "torch": "trees.levels.alike",
     },

@@ -132,7 +132,9 @@ class BlockHeadDraft(LayeredDraft):
         at = place_of(feed, depths)
         above = self._above(feed, cache)
         kept = None if above is None else FieldRows(cache.state, feed.cache_rows[:, -tokens.shape[1] :])
-        logits, _ = term(cache.base[at], cache.hidden[at], Parents(tokens, at[1], above, kept), self._ends)
+        logits, states = term(cache.base[at], cache.hidden[at], Parents(tokens, at[1], above, kept), self._ends)
+        if kept is not None and kept.at is not None and not term.stores_states:
+            store_rows(kept.field[:, None], states[:, :, None], kept.at)
         if not isinstance(at[1], int) or at[1] == depths:  # nothing is below the last depth, whatever the term says
             logits = logits + self._below_all[at[1]].view(-1, 1, 1)
         if self._sharper is not None:

@@ -63,15 +63,21 @@ class Parents(NamedTuple):
 
     tokens: LongTensor[B, n], the nodes' tokens, by the target's numbers
     depth:  the nodes' depth, 0 for the root; LongTensor[B] if it differs between sequences
-    state:  the states of the nodes' parents, rows of state_size columns, 0 for the root's; None for a term without
-            states
+    above:  the rows of state_size columns that have the states of the nodes' parents, 0 for the root's; None for a term
+            without states
     kept:   the rows in which the nodes' own states are stored; None to store none
     """
 
     tokens: Tensor
     depth: int | Tensor
-    state: FieldRows | None
+    above: FieldRows | None
     kept: FieldRows | None = None
+
+    @property
+    def state(self) -> Tensor:
+        """The states of the nodes' parents, [B, n, state_size]; of a term that has states."""
+        assert self.above is not None
+        return self.above.looked_up(*self.tokens.shape)
 
 
 class BlockTerm(nn.Module):
@@ -90,6 +96,8 @@ class BlockTerm(nn.Module):
     state_size:     columns of a node's state; 0 if nodes have none
     columns:        columns that a pass keeps of each depth for `forward`; 0 if `forward` reads the logits alone
     keeps_fp32:     whether these columns are fp32, whatever the draft's dtype
+    stores_states:  whether `forward` itself stores the nodes' states in `nodes.kept`, as a kernel may; else the draft
+                    stores those that it returns
     reads_before:   whether `finish` reads the context of the token before the root
     uses_lm_head:   whether `forward` reads lm_head again
     """
@@ -104,6 +112,7 @@ class BlockTerm(nn.Module):
     from_root: ClassVar[bool | None] = None
     causal: ClassVar[bool | None] = None
     keeps_fp32: ClassVar[bool] = False
+    stores_states: ClassVar[bool] = False
     reads_before: ClassVar[bool] = False
     state_size: int = 0
     columns: int = 0
@@ -161,8 +170,6 @@ class BlockTerm(nn.Module):
         """The logits for the nodes' children, [B, n, Vd] or [B, 1, Vd], and the nodes' states [B, n, state_size].
 
         base: [B, Vd], the logits of the children's depth; kept: [B, columns], what the pass kept of it
-
-        States are also stored in `nodes.kept`.
         """
         return base[:, None], None
 

@@ -49,7 +49,7 @@ class MarkovTerm(BlockTerm):
         "enable_confidence_head": bool,
         "confidence_head_with_markov": bool,
     }
-    found_by_tensors = from_root = True
+    found_by_tensors = from_root = stores_states = True
 
     @classmethod
     def options(
@@ -98,9 +98,9 @@ class MarkovTerm(BlockTerm):
         if hasattr(self, "gate_proj"):
             joined = side_by_side([row, words], impl=impl)
             return joined[..., hidden.shape[-1] :] * torch.sigmoid(self.gate_proj(joined)), None
-        if nodes.state is None:
+        if nodes.above is None:
             return self.markov_w1(nodes.tokens), None
-        joined = side_by_side([nodes.state, words, row], impl=impl)
+        joined = side_by_side([nodes.above, words, row], impl=impl)
         return rnn_unit(self.joint_proj(joined), joined[..., : self.state_size], nodes.kept, impl=impl)
 
 
@@ -160,6 +160,7 @@ class DominoTerm(BlockTerm):
     # Early checkpoints have our names.
     prefixes: ClassVar = {"prefix_gru.": "logit_head.prefix_gru.", "embed_proj.": "logit_head.embed_proj."}
     from_root = causal = of_speculators = False
+    stores_states = True
 
     @classmethod
     def options(cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], config: BlockConfig) -> dict[str, Any]:
@@ -210,8 +211,8 @@ class _GatedUnit(nn.Module):
 
     def forward(self, words: FieldRows, row: Tensor, nodes: Parents) -> tuple[Tensor, Tensor]:
         """[row; new states], [B, n, H + size], and the new states alone. words: the inputs, rows of H columns."""
-        assert nodes.state is not None
-        state, word = side_by_side([nodes.state, words]).split([self.weight_hh_l0.shape[1], words.field.shape[-1]], -1)
+        assert nodes.above is not None
+        state, word = side_by_side([nodes.above, words]).split([self.weight_hh_l0.shape[1], words.field.shape[-1]], -1)
         of_input = linear(word, self.weight_ih_l0)
         of_state = linear(state, self.weight_hh_l0)
         return gru_unit(of_input, of_state, state, row, nodes.kept)
