@@ -1,6 +1,7 @@
 """Scripts of bench/ that measure: each runs in miniature and keeps rows that fit together; parts of them by hand."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,3 +119,25 @@ def test_a_batch_takes_turns_by_steps_of_any_of_its_sequences():
         long.put("tokens")
     # Of the steps 1 to 10 the first and the ninth, which follow another thread's, are not counted.
     assert len(turn.seconds) == steps - 2
+
+
+def test_the_best_chain_is_chosen_by_other_rounds_than_those_it_is_compared_in():
+    """Chains that are alike but for noise have a best one in either half of the rounds, which the other half belies."""
+    defaults = script("decoding_defaults")
+
+    def way(*step_ratios):
+        made = defaults.Way(decoder=None)
+        for ratio in step_ratios:
+            stats = SimpleNamespace(
+                nodes=8, steps_of=torch.tensor([4]), new_tokens=8, steps=4, seconds={"prefill": 0.0}
+            )
+            made.stats.append(stats)
+            made.steps.append(ratio)
+            made.step_ratios.append(ratio)
+        return made
+
+    plain, judged = way(1, 1, 1, 1), way(2, 2, 2, 2)
+    chains = [way(1, 2, 1, 2), way(2, 1, 2, 1)]  # each is twice as fast in the rounds of one half
+    speeds = defaults.Comparison(plain, 4, samples=False)
+    assert speeds.over_best(judged, chains) == 1, "in the rounds that did not choose them both are as slow as it"
+    assert speeds.over_best(judged, [way(1, 1, 1, 1)]) == 0.5
