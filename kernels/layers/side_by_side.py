@@ -111,9 +111,8 @@ def _launch(parts: Sequence[FieldRows], shape: torch.Size) -> Tensor:
     if not 2 <= len(parts) <= PARTS or not fits:
         raise ValueError(f"impl 'triton' takes 2 or {PARTS} tensors [B, S, C] of one dtype; got {given}")
     first, second, third = [*fields, None][:PARTS]
-    first_at, second_at, third_at = [*(None if part.at is None else part.at.contiguous() for part in parts), None][
-        :PARTS
-    ]
+    numbers = [None if part.at is None else part.at.contiguous() for part in parts]
+    first_at, second_at, third_at = [*numbers, None][:PARTS]
     first_b, first_s, first_width = _layout(first)
     second_b, second_s, second_width = _layout(second)
     third_b, third_s, third_width = _layout(third)

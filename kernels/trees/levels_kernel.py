@@ -46,79 +46,6 @@ def _first_kernel(
         tl.store(mask_ptr + place, seen.to(tl.int8), mask=(which[:, None] < 2) & (node < NODES)[None, :])
 
 
-@triton.jit
-def _store_logits(
-    job, logits, of_trees, rows, SCORED, V, logits_b, logits_n, of_trees_b, of_trees_n, LOGITS: tl.constexpr
-):
-    """Store LOGITS logits after one node; a node has cdiv(V, LOGITS) jobs."""
-    blocks = tl.cdiv(V, LOGITS)
-    node = job // blocks
-    i = node % SCORED
-    sequence = (node // SCORED).to(tl.int64)
-    token = (job % blocks) * LOGITS + tl.arange(0, LOGITS)
-    x = tl.load(logits + sequence * logits_b + i.to(tl.int64) * logits_n + token, mask=token < V, other=0.0)
-    to = of_trees + sequence * of_trees_b + tl.load(rows + i) * of_trees_n
-    tl.store(to + token, x, mask=token < V)
-
-
-@triton.jit
-def _place_nodes(
-    sequence,
-    tokens_ptr,
-    noise_ptr,
-    roots_ptr,
-    lengths_ptr,
-    left_ptr,
-    drawn_ptr,
-    children_ptr,
-    draws_ptr,
-    nodes_ptr,
-    parents_ptr,
-    depths_ptr,
-    fed_tokens_ptr,
-    positions_ptr,
-    cache_rows_ptr,
-    parent_rows_ptr,
-    noise_rows_ptr,
-    N,
-    DRAWS,
-    CHILDREN,
-    GIVEN,
-    HAS_DRAWN: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Place the drawn tokens of one sequence, and gather its nodes; arguments as in `_place_kernel`."""
-    tokens_ptr += sequence * N
-    noise_ptr += sequence * N
-    length = tl.load(lengths_ptr + sequence)
-    tl.store(tokens_ptr, tl.load(roots_ptr + sequence))
-    if HAS_DRAWN:
-        for start in range(0, CHILDREN, BLOCK):
-            i = start + tl.arange(0, BLOCK)
-            child = tl.load(children_ptr + i, mask=i < CHILDREN, other=0)
-            draw = tl.load(draws_ptr + i, mask=i < CHILDREN, other=0)
-            token = tl.load(drawn_ptr + sequence * DRAWS + draw, mask=i < CHILDREN, other=0)
-            tl.store(tokens_ptr + child, token, mask=i < CHILDREN)
-    tl.debug_barrier()  # tokens that other threads have stored are read below
-    for start in range(0, GIVEN, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        here = i < GIVEN
-        node = tl.load(nodes_ptr + i, mask=here, other=0)
-        depth = tl.load(depths_ptr + i, mask=here, other=0)
-        token = tl.load(tokens_ptr + node, mask=here, other=0, volatile=True)
-        if WHOLE:
-            room = tl.maximum(tl.load(left_ptr + sequence) - 1, 0)
-            token = tl.where(depth <= room, token, -1)
-            tl.store(tokens_ptr + node, token, mask=here)
-        out = sequence * GIVEN + i
-        tl.store(fed_tokens_ptr + out, tl.maximum(token, 0), mask=here)
-        tl.store(positions_ptr + out, length + depth, mask=here)
-        tl.store(cache_rows_ptr + out, length + node, mask=here)
-        tl.store(parent_rows_ptr + out, length + tl.load(parents_ptr + i, mask=here, other=0), mask=here)
-        tl.store(noise_rows_ptr + out, tl.load(noise_ptr + node, mask=here, other=0), mask=here)
-
-
 @triton.jit(do_not_specialize=["N", "DRAWS", "CHILDREN", "GIVEN", "BATCH", "SCORED"])
 def _place_kernel(
     tokens_ptr,  # [B, N], in place
@@ -159,46 +86,42 @@ def _place_kernel(
     """The first BATCH programs do one sequence each. Each other one stores LOGITS logits after a node."""
     program = tl.program_id(0)
     if program < BATCH:
-        _place_nodes(
-            program.to(tl.int64),
-            tokens_ptr,
-            noise_ptr,
-            roots_ptr,
-            lengths_ptr,
-            left_ptr,
-            drawn_ptr,
-            children_ptr,
-            draws_ptr,
-            nodes_ptr,
-            parents_ptr,
-            depths_ptr,
-            fed_tokens_ptr,
-            positions_ptr,
-            cache_rows_ptr,
-            parent_rows_ptr,
-            noise_rows_ptr,
-            N,
-            DRAWS,
-            CHILDREN,
-            GIVEN,
-            HAS_DRAWN,
-            WHOLE,
-            BLOCK,
-        )
+        sequence = program.to(tl.int64)
+        tokens_ptr += sequence * N
+        length = tl.load(lengths_ptr + sequence)
+        tl.store(tokens_ptr, tl.load(roots_ptr + sequence))
+        if HAS_DRAWN:
+            for start in range(0, CHILDREN, BLOCK):
+                i = start + tl.arange(0, BLOCK)
+                child = tl.load(children_ptr + i, mask=i < CHILDREN, other=0)
+                draw = tl.load(draws_ptr + i, mask=i < CHILDREN, other=0)
+                token = tl.load(drawn_ptr + sequence * DRAWS + draw, mask=i < CHILDREN, other=0)
+                tl.store(tokens_ptr + child, token, mask=i < CHILDREN)
+        tl.debug_barrier()  # tokens that other threads have stored are read below
+        for start in range(0, GIVEN, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            here = i < GIVEN
+            node = tl.load(nodes_ptr + i, mask=here, other=0)
+            depth = tl.load(depths_ptr + i, mask=here, other=0)
+            token = tl.load(tokens_ptr + node, mask=here, other=0, volatile=True)
+            if WHOLE:
+                room = tl.maximum(tl.load(left_ptr + sequence) - 1, 0)
+                token = tl.where(depth <= room, token, -1)
+                tl.store(tokens_ptr + node, token, mask=here)
+            out = sequence * GIVEN + i
+            tl.store(fed_tokens_ptr + out, tl.maximum(token, 0), mask=here)
+            tl.store(positions_ptr + out, length + depth, mask=here)
+            tl.store(cache_rows_ptr + out, length + node, mask=here)
+            tl.store(parent_rows_ptr + out, length + tl.load(parents_ptr + i, mask=here, other=0), mask=here)
+            tl.store(noise_rows_ptr + out, tl.load(noise_ptr + sequence * N + node, mask=here, other=0), mask=here)
     elif logits_ptr is not None:
-        _store_logits(
-            program - BATCH,
-            logits_ptr,
-            of_trees_ptr,
-            logit_rows_ptr,
-            SCORED,
-            V,
-            logits_b,
-            logits_n,
-            of_trees_b,
-            of_trees_n,
-            LOGITS,
-        )
+        blocks = tl.cdiv(V, LOGITS)  # programs for each node
+        scored = (program - BATCH) // blocks
+        logits_ptr += (scored // SCORED).to(tl.int64) * logits_b + (scored % SCORED).to(tl.int64) * logits_n
+        row = tl.load(logit_rows_ptr + scored % SCORED)
+        of_trees_ptr += (scored // SCORED).to(tl.int64) * of_trees_b + row * of_trees_n
+        column = (program - BATCH) % blocks * LOGITS + tl.arange(0, LOGITS)
+        tl.store(of_trees_ptr + column, tl.load(logits_ptr + column, mask=column < V, other=0.0), mask=column < V)
 
 
 @triton.jit(do_not_specialize=["N", "GIVEN"])

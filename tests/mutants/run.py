@@ -98,7 +98,7 @@ EQUIVALENT = {  # mutants by file, function and what their line becomes, and why
         "slot = tl.load(values_ptr + slot_of, mask=there, other=1.0)",
     ): "nothing is stored of places that are not there",
     (
-        "kernels/trees/levels_kernel.py", "_place_nodes",
+        "kernels/trees/levels_kernel.py", "_place_kernel",
         "token = tl.load(tokens_ptr + node, mask=here, other=(-1), volatile=True)",
     ): "nothing is stored of places that are not there",
     (
