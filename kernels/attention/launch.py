@@ -188,7 +188,6 @@ def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_g
         "BLOCK_N": block_n,
         "SPLITS": splits,
         "MIN_SPLIT": MIN_SPLIT,
-        "MERGED": min(block_m, max(1, 8192 // (splits * block_d))),  # rows merged at a time: 8192 numbers in all parts
     }
     tiling = {
         "BLOCK_M": block_m,

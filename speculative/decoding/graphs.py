@@ -17,13 +17,17 @@ memory. That is right because a thread replays its graphs on one stream, one aft
 torch.cuda.graph is not used, for three reasons. It empties torch's memory caches before each capture, which takes
 longer than the capture. Its stream belongs to the device that was current at its first use. And it does not restore the
 current stream if a capture fails.
+
+Python's garbage collector does not run during a capture. It could collect a decoder that nobody uses any more, which
+copies the weights of its models (`models.joined`). The copies would be captured, too, not made.
 """
 
+import gc
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -106,7 +110,7 @@ class Graph(Generic[Result]):
             stream = _stream_for(self._device)
             pool = self._pool.handle()
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream), counters_for(self._counters):
+            with torch.cuda.stream(stream), counters_for(self._counters), _uncollected():
                 if _pools.setdefault(self._device, pool) != pool:
                     _capture_nothing(self._counters)
                 _pools[self._device] = pool
@@ -317,6 +321,18 @@ def _stream_for(device: torch.device) -> torch.cuda.Stream:
     if device not in _streams:
         _streams[device] = torch.cuda.Stream()
     return _streams[device]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """A context in which Python's garbage collector does not run."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _capture_nothing(counters: Tensor) -> None:

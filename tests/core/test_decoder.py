@@ -10,6 +10,7 @@ from tiny_models import assert_same_text, tiny_llama
 
 from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder, TokenTree, load_demo_pair
 from heavypath.speculative.demo import demo_prompts
+from heavypath.speculative.methods import DEFAULT_VERIFIERS
 
 
 @pytest.mark.gpu
@@ -17,9 +18,10 @@ from heavypath.speculative.demo import demo_prompts
 @pytest.mark.parametrize("method", METHODS)
 def test_text_on_a_gpu_is_the_text_on_a_cpu(method, demo_pair):
     target, draft, tokenizer = demo_pair
-    size = None if method == "autoregressive" else 8  # the default is another one on a GPU
+    size = None if method == "autoregressive" else 8  # the defaults of size and verifier are others on a GPU
     on_gpu = SpeculativeDecoder(*load_demo_pair(device="cuda")[:2], method, tree_size=size)
-    on_cpu = SpeculativeDecoder(target, draft, method, tree_size=size)
+    verifier = "rejection" if method in DEFAULT_VERIFIERS["cpu"] else None
+    on_cpu = SpeculativeDecoder(target, draft, method, tree_size=size, verifier=verifier)
     for prompt in demo_prompts()[:6]:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         expected = on_cpu.generate(ids, max_new_tokens=64).sequences

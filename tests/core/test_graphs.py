@@ -276,6 +276,21 @@ def test_a_capture_that_fails_leaves_the_others_and_torchs_allocator_and_generat
         assert graphs.of(number).result == 1
 
 
+@pytest.mark.parametrize("last", [lambda: torch.ones(1), lambda: torch.ones(1).item()], ids=["captured", "fails"])
+def test_no_garbage_is_collected_during_a_capture(last, as_on_a_gpu):
+    """A decoder that goes copies its models' weights; within a capture the copies would be captured, not made."""
+    as_on_a_gpu()
+    enabled = []
+
+    def function():
+        enabled.append(gc.isenabled())
+        return last()
+
+    Graphs(CPU).try_out(function)
+    assert enabled == [False]
+    assert gc.isenabled()
+
+
 def test_graphs_of_a_workspace_share_a_pool_for_as_long_as_there_are_some(as_on_a_gpu):
     as_on_a_gpu()
     graphs = Graphs(CPU)

@@ -238,13 +238,14 @@ DRAFTS = {
 }
 FAMILIES = ("granite", "gemma2", "gpt_oss", "mistral")  # by transformers' own forward pass, with windows and without
 STATES = ("qwen3_5_text", "kimi_linear", "granitemoehybrid", "lfm2")  # with recurrent layers, as targets and drafts
+ASK_THE_HOST = ("gpt_oss", "kimi_linear", "granitemoehybrid")  # which experts a token chose, so no step can be captured
 
 
 def pair_of(kind, pair):
     if kind == "model":
         return pair
     if kind in FAMILIES:
-        return 2 * [tiny(kind, head_dim=16, hidden_size=64).to("cuda")]
+        return 2 * [tiny(kind, head_dim=16, hidden_size=64, max_position_embeddings=128).to("cuda")]
     if kind in STATES:
         return [for_kernels(kind, seed).to("cuda") for seed in (5, 6)]
     target = tiny_llama(1, layers=2, hidden_size=32, vocab_size=50).to("cuda") if MINIATURE else pair[0]
@@ -260,7 +261,7 @@ def test_graphs_of_any_draft_and_family_write_the_eager_text(kind, method, tree_
     slow = ("gemma2", "gpt_oss", "mistral", "kimi_linear", "granitemoehybrid")
     if MINIATURE and (kind in slow or (kind == "model" and method != "rsd-s")):
         pytest.skip("too slow in miniature")
-    made = SpeculativeDecoder if kind == "gpt_oss" else Captured  # whose experts may ask the host
+    made = SpeculativeDecoder if kind in ASK_THE_HOST else Captured
     graphs, eager = with_and_without_graphs(pair_of(kind, pair), method, kind=made, tree_size=tree_size)
     options = {"temperature": 0.8, "eos_token_id": None, "seed": 3}
     assert_alike(*(decoder.generate(prompts(2, 9), size(new, 5), **options) for decoder in (graphs, eager)))
@@ -374,7 +375,9 @@ def test_served_texts_are_those_of_each_prompt_alone(pair):
 def test_a_service_takes_a_request_while_the_gpu_is_busy(pair):
     decoder = SpeculativeDecoder(*pair, "ersd", tree_size=6)
     with decoder.serve(slots=2, max_tokens=64, prefill_tokens=16) as service:
-        service.submit([1, 2, 3], 4, eos_token_id=None).result(300)
+        for _ in range(3):  # later nothing is compiled, loaded or captured, for which CUDA waits until the GPU is idle
+            for completion in [service.submit([1, 2, 3], 4, eos_token_id=None) for _ in range(4)]:
+                completion.result(300)
         busy = torch.cuda.Event()
         torch.cuda._sleep(4_000_000_000)  # cycles, of which there are two billion a second
         busy.record()

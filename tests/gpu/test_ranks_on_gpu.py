@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.models import forward_of
+from heavypath.speculative.models import llama as llama_forward
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +46,9 @@ def mesh(tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_step_with_nccls_collectives_is_captured_and_writes_the_eager_text(mesh, method, monkeypatch):
-    monkeypatch.setattr(forward_of, "_is_a_llama", lambda model, name: True)  # its modules call DTensors as tensors
+    # Its modules call DTensors as tensors, and its embedding has no hook of transformers'.
+    monkeypatch.setattr(forward_of, "_is_a_llama", lambda model, name: True)
+    monkeypatch.setattr(llama_forward, "is_plain_embedding", lambda module: True)
     target, whole = split_over_one(llama(1).cuda(), mesh), llama(1).cuda()
     draft = None if method == "autoregressive" else llama(2).cuda()
     options = {"temperature": 0.6, "seed": 7, "attention_mask": PADDING.cuda(), "eos_token_id": None}

@@ -197,9 +197,9 @@ def test_numbers_that_lie_apart_are_read_where_they_are():
     for impl, device in (("triton", DEVICE), ("torch", "cpu")):
         keys, values = torch.zeros(2, 2, 1, 3, 8, device=device)
         rows = torch.arange(3, device=device).expand(2, 3)
-        given = [each.to(device) for each in (query, key, value)], [each.to(device) for each in (cos, sin)]
-        out = rotate_and_store(Projected(*given[0]), Turns(*given[1]), keys, values, rows, impl=impl)
-        _, normed = add_rms_norm(given[0][0][:, 0, 0], None, Norm(weight.to(device), 1e-5), impl=impl)
+        given = moved((Projected(query, key, value), Turns(cos, sin), weight), device)
+        out = rotate_and_store(*given[:2], keys, values, rows, impl=impl)
+        _, normed = add_rms_norm(given[0].query[:, 0, 0], None, Norm(given[2], 1e-5), impl=impl)
         found.append([each.cpu() for each in (out, keys, values, normed)])
     for ours, plain in zip(*found, strict=True):
         torch.testing.assert_close(ours, plain)

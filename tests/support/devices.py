@@ -12,8 +12,17 @@ PLACES = {"torch": "cpu", "triton": DEVICE}  # by the name of the implementation
 
 
 def moved(value: Any, device: str) -> Any:
-    """The value with all tensors in it, also those in tuples, lists and dictionaries, on a device."""
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
+    """The value with all tensors in it, in tuples, lists and dictionaries too, on a device, with the same strides."""
+    return tree_map(lambda leaf: _on(leaf, device) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _on(tensor: Tensor, device: str) -> Tensor:
+    """A tensor on a device by the same strides, where `Tensor.to` would make one with gaps contiguous."""
+    if tensor.device.type == device or tensor.is_contiguous():
+        return tensor.to(device)
+    elements = tensor.untyped_storage().nbytes() // tensor.itemsize
+    stored = tensor.as_strided((elements,), (1,), 0).to(device)
+    return stored.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def placed(arguments: dict[str, Any]) -> dict[str, Any]:
