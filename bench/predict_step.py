@@ -134,41 +134,42 @@ OF_TARGET = COUNTED["a target"]
 
 # Bytes in a second of a large copy.
 BANDWIDTH = {
-    "H200": Known(4.3e12, 4.4e12, 4.1e12, "nine tenths of the data sheet's 4.8 TB/s"),
+    "H200": Known(4.26e12, 4.3e12, 4.2e12, "measured, bench/results/head-h200.json"),
     "H100": Known(3.0e12, 3.1e12, 2.9e12, "nine tenths of the data sheet's 3.35 TB/s"),
 }
-# The share of a copy's bandwidth that a product of 33 to 128 rows reaches, by bytes of its weights, at most.
+# The share of a copy's bandwidth that a product of 33 to 128 rows reaches, by bytes of its weights, at most. The kernel
+# that adds the parts of split-K counts to its product.
+HEAD_STEP = "measured on an H200, bench/results/head-h200.json"  # a step of the 8B target with its head, 60 nodes
 SHARES = (
     (10e6, Known(0.50, 0.70, 0.35, "judged: too few blocks for all multiprocessors")),
-    (50e6, Known(
-        0.62, 0.80, 0.45, "github.com/NVIDIA/cutlass/issues/1176: of an H100's nominal bandwidth, of which a copy has "
-        "90%, cuBLAS reaches 40% with 23 MB of fp16, and a kernel by hand 55%",
-    )),
-    (150e6, Known(0.78, 0.88, 0.70, "github.com/NVIDIA/cutlass/issues/1139: 68 to 70% of it with 59 MB of fp8")),
-    (float("inf"), Known(
-        0.85, 0.92, 0.78, "hazyresearch.stanford.edu/blog/2025-05-27-no-bubbles: 78% of it by one kernel for all of a "
-        "model",
-    )),
-)  # fmt: skip
+    (50.5e6, Known(0.68, 0.78, 0.60, HEAD_STEP + ": 0.66 of 33.6 MB, 0.70 of 50.3 MB")),
+    (150e6, Known(0.78, 0.88, 0.72, HEAD_STEP + ": 117 MB")),
+    (float("inf"), Known(0.89, 0.92, 0.85, HEAD_STEP + ": 0.89 of 235 MB and of 1,051 MB")),
+)
+STREAM = "measured on an H200, bench/results/weight_stream-h200.json"
 OWN_SHARES = (
     (10e6, Known(0.60, 0.75, 0.35, "judged")),
-    (50e6, Known(0.75, 0.85, 0.45, "judged: all multiprocessors have work")),
-    (float("inf"), Known(0.85, 0.92, 0.70, "judged: as the best that was published of a hand-written kernel")),
+    (50.5e6, Known(0.60, 0.75, 0.50, STREAM + ": all products of a pass of 64 nodes at 0.71 (8B) and 0.68 (7B)")),
+    (float("inf"), Known(0.74, 0.85, 0.70, "the same; best: with 16 rows")),
 )
 RAMP = Known(
-    5.2e-6, 4.0e-6, 7.0e-6, "fits SGLang's 158 tokens a second of Llama-3.1-8B on an H100, github.com/sgl-project/"
-    "sglang/issues/4247, and torchao's 95.6 on an A100: products at a copy's bandwidth, and a ramp, a tail, a gap each",
+    6.4e-6, 4.3e-6, 7.0e-6, STREAM + ": products of 64 rows take so much longer than a copy, best: of one row. On an "
+    "H100 5.2 us fit SGLang's 158 tokens a second of Llama-3.1-8B, github.com/sgl-project/sglang/issues/4247",
 )  # fmt: skip
-GAP = Known(1.5e-6, 1.0e-6, 2.5e-6, "the same page: 1.3 us from kernel to kernel in a CUDA graph on an H100")
+GAP = Known(0.5e-6, 0.1e-6, 1.5e-6, HEAD_STEP + ": a step alone less its kernels, 0.22 ms of 436 launches")
 AHEAD = Known(
-    0.55, 0.85, 0.30, "of the windows without reading. Likely and worst: 5% and 3% of a step, as others measured, "
-    "github.com/local-inference-lab/vllm/pull/576 (7%) and github.com/Neroued/ninfer/pull/203 (3 to 4%). Best: nine "
-    "tenths of the windows, less what the second cache must still deliver",
+    -0.2, 0.0, -0.45, "of the windows without reading. " + STREAM + ": passes with requests took 1 to 5% longer in all "
+    "rows, so that nothing is requested there. On an H100 it was not measured",
 )  # fmt: skip
-SMALL = Known(2.3e-6, 1.8e-6, 3.0e-6, "that gap, and a load and a store to memory that wait for each other")
-ATTENTION = Known(7e-6, 5e-6, 8e-6, "judged: 256 to 1,000 rows of keys, parts, a ticket, a merge")
-DRAW = Known(5e-6, 4e-6, 8e-6, "bench/predict.py verification: instructions of 32,000 tokens, and the last program")
-DECIDE = Known(12e-6, 10e-6, 24e-6, "bench/predict.py verification; the worst with five rejected children")
+SMALL = Known(2.6e-6, 2.2e-6, 3.0e-6, HEAD_STEP + ": norms 2.0 us, rotary embeddings 2.4 us, silu 2.0 us, and that gap")
+ATTENTION = Known(12e-6, 8e-6, 16e-6, HEAD_STEP + ": 11.4 us with the prefix in one part. Best: with fewer rows a part")
+DRAW = Known(11e-6, 9e-6, 14e-6, HEAD_STEP + ": 13 us a draw, of 32,000 tokens")
+DECIDE = {  # by the size of the vocabulary
+    32_000: Known(24e-6, 10e-6, 45e-6, "judged: as the next, whose passes take a quarter of the time"),
+    128_256: Known(
+        84e-6, 24e-6, 90e-6, HEAD_STEP + ": random weights have nearly all children rejected; best: few are rejected",
+    ),
+}  # fmt: skip
 
 TENSOR_PEAK = Known(590e12, 690e12, 400e12, "judged: six tenths of the data sheet's 989 TFLOP/s, with few rows")
 DRAWN = Known(170e-6, 120e-6, 250e-6, "judged: growth, verification and compaction of 128 nodes, 128,256 tokens")
@@ -239,7 +240,7 @@ def step_seconds(pair: Pair, way: Way, bandwidth: Known, pick: Pick) -> dict[str
         "draft: taps": sum(of_taps.values()),
         "beside: launches": (draws + counted["last draw and verification"].others) * pick(SMALL),
         "beside: drawing": LEVELS * pick(DRAW),
-        "beside: deciding": pick(DECIDE),
+        "beside: deciding": pick(DECIDE[pair.target.vocabulary]),
     }
 
 

@@ -20,6 +20,7 @@ from statistics import fmean
 from typing import Any
 
 import cog
+from predict import compared
 
 BENCH = Path(__file__).parent
 GREEDY, SAMPLED = 0.0, 0.6
@@ -27,8 +28,8 @@ PROMPTS = 24  # in speculative/demo/prompts.json: a sweep that asks for more has
 Row = dict[str, Any]
 
 
-def results(name: str) -> Row:
-    return json.loads((BENCH / "results" / f"{name}-cpu.json").read_text(encoding="utf-8"))
+def results(name: str, on: str = "cpu") -> Row:
+    return json.loads((BENCH / "results" / f"{name}-{on}.json").read_text(encoding="utf-8"))
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -39,11 +40,11 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         cog.outl(f"| {' | '.join('' if each is None else str(each) for each in row)} |")
 
 
-def source(*names: str, texts: bool = False, also: str = "") -> None:
+def source(*names: str, texts: bool = False, also: str = "", on: str = "cpu") -> None:
     """Where the figures come from. texts: also say how many were decoded. also: what else is to be said."""
     cog.outl()
     for name in names:
-        facts = results(name)["environment"]
+        facts = results(name, on)["environment"]
         threads = facts.get("threads", 1)
         tried = [threads] if isinstance(threads, int) else threads
         ran = f"{' and '.join(map(str, tried))} thread{'s' * (tried != [1])}"
@@ -374,7 +375,7 @@ MODELS = {"large": "`sequoia`", "head": "`sequoia`, 8B with an EAGLE-3 head"}  #
 
 
 def predictions() -> None:
-    """What was predicted for a GPU, where nothing has been measured yet."""
+    """What was predicted for a GPU, beside what was measured on an H200 so far."""
     rows = []
     for each in json.loads((BENCH / "predictions.json").read_text(encoding="utf-8"))["figures"]:
         where, unit, predicted, bounds = each["where"], each["unit"], each["predicted"], each["range"]
@@ -385,10 +386,34 @@ def predictions() -> None:
         else:
             continue
         spans = {gpu: "{:.3g} - {:.3g}".format(*bounds[gpu]) for gpu in predicted}
-        rows.append([name, *(f"{predicted[gpu]:.3g} ({spans[gpu]}) {unit}".strip() for gpu in ("H100", "H200"))])
-    table(["figure", "H100", "H200"], rows)
+        cells = [f"{predicted[gpu]:.3g} ({spans[gpu]}) {unit}".strip() for gpu in ("H100", "H200")]
+        found = compared(BENCH / "results", [each | {"file": f"{each['file']}-h200"}])
+        rows.append([name, *cells, found[0]["measured"].strip() if found else "not yet"])
+    table(["figure", "H100", "H200", "H200, measured"], rows)
     cog.outl()
-    cog.outl("*Predicted, not measured: `bench/predictions.json`, by `python bench/predict.py step` and its siblings*")
+    cog.outl("*Predicted: `bench/predictions.json`, by `python bench/predict.py step` and its siblings*")
+
+
+def first_on_gpu() -> None:
+    """Milliseconds a token or a step of an 8B target, and how fast all its weights are read."""
+    head = results("head", "h200")
+    rows: list[list[object]] = []
+    for row in head["rows"]:
+        step = [f"{row[field]:.2f}" if row[field] else None for field in ("step_ms", "alone_ms", "over_limit")]
+        rows.append([row["method"], row["nodes"], f"{row['tokens_per_second']:.0f}", *step])
+    table(["8B, batch 1", "nodes", "tokens/s", "ms a step", "alone, again and again", "/ reading the weights"], rows)
+    source("head", on="h200")
+    cog.outl()
+    ways = {"products": "products", "few rows": "by `few_rows`", "pass": "pass", "ahead 32/6": "with requests ahead"}
+    every = results("weight_stream", "h200")["rows"]
+    shapes = dict.fromkeys((row["shape"], row["rows"]) for row in every)
+    found = {(row["shape"], row["rows"], row["way"]): row for row in every}
+    rows = [
+        [shape, nodes, *("{ms:.2f} ({copy:.2f})".format(**found[shape, nodes, way]) for way in ways)]
+        for shape, nodes in shapes
+    ]
+    table(["weights of", "nodes", *ways.values()], rows)
+    source("weight_stream", on="h200")
 
 
 def offloading() -> None:

@@ -225,7 +225,7 @@ def tree_attention_kernel(
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     blocks = tl.arange(0, TREE_BLOCKS)
-    if words is None:  # loaded here, so that the tree need not wait for it behind the prefix
+    if words is None:  # loaded here, so that the tree need not wait for it after the prefix
         keys = blocks[:, None] * BLOCK_N + offsets[None, :]
         key_ends = tl.where(keys < nodes, nodes, 0)
         if ends is not None:

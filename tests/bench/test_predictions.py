@@ -14,6 +14,7 @@ LIKELY = predict_step.PICKS["likely"]
 
 def test_an_eagle_step_has_each_term_that_arithmetic_by_hand_gives():
     """Llama-3.1-8B with an EAGLE-3 head on an H100, by ramps: bytes over 3 TB/s, and a number of launches each."""
+    ramp, attention, small, gap = (getattr(predict_step, name).likely for name in ("RAMP", "ATTENTION", "SMALL", "GAP"))
     pair, way = predict_step.PAIRS["8B + EAGLE-3"], predict_step.WAYS["ramps"]
     parts = predict_step.step_seconds(pair, way, predict_step.BANDWIDTH["H100"], LIKELY)
     layer = 2 * 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)  # q, k, v, o, gate, up and down
@@ -22,18 +23,18 @@ def test_an_eagle_step_has_each_term_that_arithmetic_by_hand_gives():
     counted = json.loads((BENCH / "launches.json").read_text())["eagle-3, a vocabulary of its own"]
     others = counted["first pass"][2] + 4 * (counted["level"][2] - counted["draw of a level"][2])
     expected = {
-        "target: reading weights": target / 3.0e12, "target: between products": 129 * 5.2e-6,
-        "target: attention": 32 * 7e-6, "target: other kernels": (4 * 32 + 2) * 2.3e-6,
-        "draft: reading weights": 5 * head / 3.0e12, "draft: between products": 25 * 5.2e-6,
-        "draft: attention": 5 * 7e-6, "draft: other kernels": others * 2.3e-6,
-        "draft: taps": 3 * 2 * 4096**2 / 3.0e12 + 5.2e-6 + counted["taps"][2] * 2.3e-6,
-        "beside: launches": (4 * counted["draw of a level"][2] + counted["last draw and verification"][2]) * 2.3e-6,
-        "beside: drawing": 25e-6, "beside: deciding": 12e-6,
+        "target: reading weights": target / 3.0e12, "target: between products": 129 * ramp,
+        "target: attention": 32 * attention, "target: other kernels": (4 * 32 + 2) * small,
+        "draft: reading weights": 5 * head / 3.0e12, "draft: between products": 25 * ramp,
+        "draft: attention": 5 * attention, "draft: other kernels": others * small,
+        "draft: taps": 3 * 2 * 4096**2 / 3.0e12 + ramp + counted["taps"][2] * small,
+        "beside: launches": (4 * counted["draw of a level"][2] + counted["last draw and verification"][2]) * small,
+        "beside: drawing": 5 * predict_step.DRAW.likely, "beside: deciding": predict_step.DECIDE[128_256].likely,
     }  # fmt: skip
     assert parts == pytest.approx(expected, rel=1e-9)
     ahead = predict_step.step_seconds(pair, predict_step.WAYS["ahead"], predict_step.BANDWIDTH["H100"], LIKELY)
-    windows = 32 * 7e-6 + (4 * 32 + 2) * 2.3e-6 + 4 * 32 * 1.5e-6
-    assert ahead == pytest.approx(expected | {"target: requested ahead": -0.55 * windows}, rel=1e-9)
+    saved = predict_step.AHEAD.likely * (32 * attention + (4 * 32 + 2) * small + 4 * 32 * gap)
+    assert ahead == pytest.approx(expected | {"target: requested ahead": -saved}, rel=1e-9)
 
 
 def test_a_block_round_differs_by_its_way_in_products_and_in_what_is_requested_ahead():
@@ -43,9 +44,9 @@ def test_a_block_round_differs_by_its_way_in_products_and_in_what_is_requested_a
         for way in ("ramps", "ahead")
     )
     target = 32 * 2 * 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336) + 2 * 4096 * 128_256
-    assert ramps["target: products"] == pytest.approx(target / 4.3e12 + 129 * 5.2e-6)
-    windows = 32 * 7e-6 + (4 * 32 + 2) * 2.3e-6 + 4 * 32 * 1.5e-6
-    assert ahead == pytest.approx(ramps | {"target: requested ahead": -0.55 * windows})
+    assert ramps["target: products"] == pytest.approx(target / 4.26e12 + 129 * predict_step.RAMP.likely)
+    saved = predict_step.saved_seconds(predict_step.LLAMA_8B, 4 * 32 + 2, LIKELY)
+    assert ahead == pytest.approx(ramps | {"target: requested ahead": -saved})
 
 
 def test_counted_products_are_those_that_are_predicted():
