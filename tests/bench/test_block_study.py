@@ -1,4 +1,4 @@
-"""bench/research/blocks.py: its laws, chains and trees against sums over all texts and all draws, and the command."""
+"""bench/blocks.py: its laws, chains and trees against sums over all texts and all draws, and the command."""
 
 import json
 from fractions import Fraction

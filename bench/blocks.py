@@ -1,6 +1,6 @@
 """Which trees accept more where the draft's laws are those of a block, on languages whose laws are all known.
 
-    python bench/research/blocks.py [--languages 30] [--trees 20] [--kinds flat] [--json FILE]
+    python bench/blocks.py [--languages 30] [--trees 20] [--kinds flat] [--json FILE]
 
 A language is a Markov chain of order 2 over 16 tokens with random logits, made as sharp as its kind says: at
 temperature 1 its likeliest token has that probability on average. A head has learnt it at temperature 1. What its laws
@@ -40,7 +40,6 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
-import beside  # noqa: F401
 import torch
 from common import Row, argument_parser, environment, options_of, report
 from torch import Tensor
