@@ -4,9 +4,10 @@
 #
 #   bash bench/gpu.sh OUTDIR [PART | all] [PYTHON]
 #
-#   first      what decides about the rest: what is installed, how fast a copy and all weights of an 8B and a 7B target are
-#              in a graph, with requests ahead and without; a step of an 8B target with an EAGLE-3 head; whether texts are
-#              those of a CPU and steps become CUDA graphs; the kernels of a layer beside their references
+#   first      what decides about the rest: what is installed, a step of an 8B target with an EAGLE-3 head; the tiles of
+#              attention; how fast a copy and all weights of an 8B and a 7B target are in a graph, with requests ahead and
+#              without; whether texts are those of a CPU and steps become CUDA graphs; the kernels of a layer beside
+#              their references
 #   large      large.py: decoding at the shapes of Llama-2-7B, with its phases and kernels, beside what was predicted;
 #              the same of Llama-3.1-8B with an EAGLE-3 head
 #   tests      a CUDA graph writes the text of the eager step, and the tests of decoding and of a step's usual kernels
@@ -130,11 +131,12 @@ run_first() {
     step first-machine 20 bash -c 'nvidia-smi; gcc --version | head -1; command -v compute-sanitizer ncu nvcc
         "$0" -m pip list | grep -iE "^(setuptools|pytest|hypothesis|numpy|numba|cuda|nvidia)"; df -h . | tail -1; nproc
         "$0" -c "import heavypath; print(heavypath.__version__, heavypath.__path__)"' "$python"
-    step weight-stream 110 "$python" bench/weight_stream.py --json "$out/weight_stream.json" "${mini[@]}"
-    head_step first-head 120 1.2 --temperatures 0.6 --prompts 1
-    step first-texts 130 "${played[@]}" env HEAVYPATH_NATIVE=0 "${pytest[@]}" "${named[@]}" -m gpu tests/core/test_first_on_gpu.py
+    head_step first-head 100 1.2 --temperatures 0.6 --prompts 1
+    step first-attention 110 "$python" bench/tune_attention.py --json "$out/tune_attention.json" "${mini[@]}"
+    step weight-stream 80 "$python" bench/weight_stream.py --json "$out/weight_stream.json" "${mini[@]}"
+    step first-texts 90 "${played[@]}" env HEAVYPATH_NATIVE=0 "${pytest[@]}" "${named[@]}" -m gpu tests/core/test_first_on_gpu.py
     [ -n "$small" ] && few=(-k "by_hand or one_launch or do_not_fit or stand_alone")
-    step first-kernels 140 "${pytest[@]}" "${named[@]}" "${few[@]}" tests/kernels/test_layer_kernels.py \
+    step first-kernels 120 "${pytest[@]}" "${named[@]}" "${few[@]}" tests/kernels/test_layer_kernels.py \
         tests/kernels/test_few_rows.py tests/kernels/test_prefetch.py tests/kernels/test_entries.py \
         tests/gpu/test_on_gpu.py::test_one_launch_of_each_kernel tests/gpu/test_on_gpu.py::$tickets \
         tests/gpu/test_on_gpu.py::test_a_million_gumbels_order_tokens_as_on_a_cpu tests/kernels/test_tree_attention.py

@@ -137,7 +137,7 @@ def test_on_a_gpu_each_step_is_tried_and_one_archive_left_even_if_all_fail(tmp_p
     python.write_text('#!/bin/sh\n[ "$1" = - ] && echo 0 0 0 0\n')
     python.chmod(0o755)
     done = gpu_sh(out, "first", python)
-    steps = ["first-machine", "weight-stream", "first-head", "first-texts", "first-kernels"]
+    steps = ["first-machine", "first-head", "first-attention", "weight-stream", "first-texts", "first-kernels"]
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].endswith("failed: " + " ".join(f"{step} (exit 1)" for step in steps))
     with tarfile.open(out / "first.tar.gz") as archive:

@@ -65,6 +65,15 @@ def test_reading_weights_ahead_has_a_row_for_each_way(kept):
     assert rows[1]["gain"] == 1
 
 
+def test_tiles_of_attention_are_tried_and_the_best_of_all_shapes_is_named(kept, capsys):
+    rows = kept("tune_attention")["rows"]
+    assert [(row["rows"], row["tiles"]) for row in rows] == [(256, "usual"), (64, "usual"), (128, "usual")]
+    assert "best for all: MIN_SPLIT" in capsys.readouterr().out
+    gains = {(64, "usual"): (1.2, 0.9), (128, "64/64/4/3"): (1.1, 1.1), (256, "128/64/8/3"): (2.0,)}
+    rows = [{"rows": fewest, "tiles": tiles, "gain": gain} for (fewest, tiles), each in gains.items() for gain in each]
+    assert script("tune_attention").best_choice(rows) == (128, "64/64/4/3")
+
+
 @pytest.mark.parametrize(("gains", "amounts"), [
     ({"16/6": (1.2, 0.9), "32/12": (1.05, 1.04)}, Amounts(32_000_000, 12_000_000)), ({"16/6": (1.004, 1.005)}, None),
     ({}, None),
