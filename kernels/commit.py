@@ -29,13 +29,16 @@ from heavypath.kernels.step_kernels import kernels_by
 
 
 class StateField(IntEnum):
-    """The rows of `State.numbers`, with one number for each sequence that is being decoded."""
+    """The rows of `State.numbers`, with one number for each sequence that is being decoded.
+
+    LEFT is -1 if the sequence's logits gave no distribution, and has other values below 0 by `ranks.agreement`.
+    """
 
     ROOT = 0  # the last committed token, which is not in the target's cache yet
     PREVIOUS = 1  # the token before the root; the root again if there is none
     LENGTHS = 2  # tokens before the root; also the rows of the target's cache in use
     PRODUCED = 3  # new tokens so far
-    LEFT = 4  # new tokens still to come: 0 if the sequence has ended, -1 if its logits gave no distribution
+    LEFT = 4  # new tokens still to come; 0 if the sequence has ended, below 0 if an error stopped it
     STEPS = 5  # steps of the sequence so far
     NODES = 6  # tree nodes that the target scored in these steps
     MEMBER = 7  # the sequence's index in the batch, which is its row of `State.output`

@@ -46,7 +46,10 @@ def operator(func: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
 
 
 def call_operator(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Call a function by its operator."""
+    """Return the result of a public function, called as its `torch.ops.heavypath` operator.
+
+    args, named: the function's own arguments
+    """
     from heavypath.kernels.operators import OPERATORS  # which imports all kernels
 
     return OPERATORS[name](args, named)

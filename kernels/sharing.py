@@ -35,8 +35,8 @@ A scalar atomic is executed by one thread, and a barrier passes its result to th
 program take the same branch. A scalar load is executed by every thread, and threads could see different values.
 Therefore a leader polls by an atomic addition of zero. A helper reads all rows' counters by a volatile load of LOOK
 counters. No program has more threads than LOOK, so one thread loads each counter, and all threads get the same minimum.
-Helpers do not pause between looks: each has one look on its way, 0.7 us or more, so that 132 of them take a third of
-what the second cache gives of a counter's line, and an atomic waits for less than 10 ns (arithmetic, for 64 rows).
+Helpers do not pause between looks. Each has one load in flight, which takes 0.7 us or more, so that 132 of them use a
+third of the L2 bandwidth of a counter's cache line, and an atomic waits for less than 10 ns (arithmetic, for 64 rows).
 
 The counters, int32, are zero before and after a launch (see `tickets`):
 

@@ -110,9 +110,9 @@ def verify_tree(
                    is an integer or a LongTensor [] on the logits' device, which kernels read when they run. Coins,
                    recovered and bonus tokens use streams of their own, so children may have been drawn with the same
                    (seed, rows); a race needs that. Each step must have fresh rows or a fresh seed.
-    impl:          see `implementation`; "triton" is two launches, or four for traversal, without host synchronisation
-                   where max_depth is given, and takes fp32, fp16 or bf16 logits. All accept the same nodes, except
-                   where a coin is within fp32 rounding of its threshold.
+    impl:          see `implementation`; "triton" is two launches, or four for traversal, and one more for each side
+                   that has filters, without host synchronisation where max_depth is given. It takes fp32, fp16 or bf16
+                   logits. All accept the same nodes, except where a coin is within fp32 rounding of its threshold.
 
     Raises ValueError for bad shapes, dtypes or options, and on CPU for values out of range and NaN logits.
     """

@@ -1,7 +1,8 @@
 """Tree speculative decoding for Hugging Face models.
 
-Importing it registers attn_implementation="heavypath" with transformers. A public name is imported at its first use, so
-that a program loads only the modules that it needs. For type checkers and editors the names are in `__init__.pyi`.
+Importing it registers attn_implementation="heavypath" with transformers, but not in the `heavypath` command. A public
+name is imported at its first use, so that a program loads only the modules that it needs. For type checkers and editors
+the names are in `__init__.pyi`.
 """
 
 import os

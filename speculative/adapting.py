@@ -110,7 +110,8 @@ class Rest:
     """Decides when a decoder's draft rests, by the formulas at the top of this file. Kept between generations.
 
     loss: what drafting has lost so far, in steps of plain decoding
-    pause: remaining steps of the current pause; 0 while the draft is used
+    pause: remaining steps of the current pause, at least 1 if it lasts until the generation's end; 0 while the draft is
+           used
     """
 
     def __init__(

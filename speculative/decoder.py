@@ -84,11 +84,11 @@ class SpeculativeDecoder:
         self.clock = time.perf_counter
         self._warned = set[str]()
         self._options = given
-        self._row = asked_row(method, given)
+        self._row = asked_row(method, given)  # of METHODS
         self.profile: Profile | None = None
         if given.get("profile") is not None or given.get("replan"):
             self.profile = load("profile_of")(method, self._row, given)
-        self._target = forward_of(target, "target")
+        self._target = forward_of(target, "target")  # the forward pass of `self.target`
         self.runner = StepRunner(cuda_graphs=has_graphs(given.get("cuda_graphs"), self._target))
         self._draft: Draft = NO_DRAFT
         if method != "autoregressive":
@@ -126,7 +126,7 @@ class SpeculativeDecoder:
         return [self._target, *self._draft.models]
 
     def _notice_changes(self) -> None:
-        """Rebuild the target's forward pass, and the draft, if the target's modules have changed since."""
+        """Rebuild the target's forward pass and the draft if the target's modules have changed since they were made."""
         check_no_autocast(self._target.device)
         if self._peers.any(not self._target.is_current()):
             self._target = forward_of(self.target, "target")

@@ -334,7 +334,7 @@ METHODS = {
 LOSSLESS_METHODS = tuple(name for name, method in METHODS.items() if method.is_lossless)
 
 
-def check_independent(method: str, verification: str) -> None:
+def check_draft_may_be_greedy(method: str, verification: str) -> None:
     """Raise ValueError if the verification needs a draft that samples; called where draft_temperature is 0."""
     rule = VERIFICATION_RULES.get(verification)  # none for typical acceptance and a user's verifier
     if rule is not None and not rule.point_masses:
@@ -429,7 +429,7 @@ def rules_of(
     draft_filters = draft_filters_of(options, request.filters)
     draw, verification = row.at(filters.temperature, draft_filters.temperature)
     if draft_filters.temperature == 0:
-        check_independent(method, verification)
+        check_draft_may_be_greedy(method, verification)
     changes = () if profile is None or draft is NO_DRAFT else profile.changes(method, filters)
     rules = Rules(
         draw,

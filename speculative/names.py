@@ -84,7 +84,7 @@ PUBLIC = {
     "stream_of": "heavypath.speculative.models.layer_weights",
     "top_down": "heavypath.kernels.verifying.top_down",
 }
-OPTIONS = {
+FEATURES = {
     "Adapting": "heavypath.speculative.adapting",
     "agreement_of": "heavypath.speculative.ranks.agreement",
     "checked_verifier": "heavypath.speculative.decoding.verifiers",
@@ -124,8 +124,8 @@ DRAFTS = {
 
 
 def load(name: str) -> Any:
-    """The object with a name of PUBLIC or OPTIONS; its module is imported on first use."""
-    return getattr(import_module(PUBLIC.get(name) or OPTIONS[name]), name)
+    """The object with a name of PUBLIC or FEATURES; its module is imported on first use."""
+    return getattr(import_module(PUBLIC.get(name) or FEATURES[name]), name)
 
 
 def load_kind(given: object) -> bool:

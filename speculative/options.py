@@ -362,7 +362,7 @@ def with_generation_config(
 
 
 def unknown_settings(config: GenerationConfig) -> dict[str, Any]:
-    """Settings of a later transformers unknown here, which this config sets to other than their default."""
+    """The settings of a newer transformers that this package does not know, if this config changes their default."""
     known = SERVED | HARMLESS | {*ANOTHER_WAY, *_UNSERVED}
     theirs = vars(GenerationConfig())
     usual = {name: (None, False, value) for name, value in theirs.items() if name not in known}

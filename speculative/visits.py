@@ -308,7 +308,8 @@ def default_batch_sizes(kind: str) -> tuple[int, ...]:
 def sizes_worth_timing(measured: Sequence[MeasuredAcceptance], sizes: Sequence[int], costs: Costs) -> set[int]:
     """The sizes of trees worth timing: those of the best trees by measured acceptance and the costs known so far.
 
-    The next smaller and larger of `sizes` belong to them, too.
+    The next smaller and larger of `sizes` belong to them, too. Sizes that are timed already are not left out, and 1 may
+    be among them. Measurements of independent sequences are ignored.
 
     For a tree larger than all timed ones, the cost of the largest timed one is a lower bound. If the tree would be
     planned at that cost, it is worth timing.

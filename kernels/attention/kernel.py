@@ -25,7 +25,7 @@ byte tensor cores are the limit, below it memory is.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportOperatorIssue=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportPossiblyUnboundVariable=false
 
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.tickets import is_last
@@ -176,6 +176,7 @@ def tree_attention_kernel(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
+    MERGED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TOUCHED: tl.constexpr,
     TREE_BLOCKS: tl.constexpr,
@@ -392,46 +393,51 @@ def tree_attention_kernel(
         tl.store(partial + slots * HEAD_DIM + slot + row, peak, mask=asks)
         tl.store(partial + slots * (HEAD_DIM + 1) + slot + row, total, mask=asks)
         if is_last(tickets + tl.program_id(2) * tl.num_programs(0) + tile, parts):
-            acc = _merge(
-                partial,
-                row,
-                asks,
-                query_mask,
-                columns,
-                first_slot,
-                slots,
-                parts,
-                rows,
-                HEAD_DIM,
-                BLOCK_M,
-                BLOCK_D,
-                SPLITS,
-            )
-            out_row = node * (kv_heads * GROUP) + head
-            tl.store(out + (out_row[:, None] * HEAD_DIM + columns[None, :]), acc, mask=query_mask)
+            for some in tl.range(tile * BLOCK_M, tl.minimum(tile * BLOCK_M + BLOCK_M, rows), MERGED):
+                _merge(
+                    out,
+                    partial,
+                    some + tl.arange(0, MERGED),
+                    columns,
+                    first_slot,
+                    slots,
+                    parts,
+                    kv_head,
+                    kv_heads,
+                    rows,
+                    GROUP,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    SPLITS,
+                    MERGED,
+                )
 
 
 @triton.jit
 def _merge(
+    out,
     partial,
     row,
-    asks,
-    mask,
     columns,
     first_slot,
     slots,
     parts,
+    kv_head,
+    kv_heads,
     rows,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
+    MERGED: tl.constexpr,
 ):
-    """Return a tile's outputs, merged from the parts in `partial`: outputs [slots, D], then peaks and totals [slots].
+    """Merge the parts of some rows [MERGED] from `partial`: outputs [slots, D], then peaks [slots] and totals [slots].
 
-    Parts are added one after another, each with all rows at once: so a part waits for memory once. Some rows after
+    Parts are added one after another, each with all rows at once: so a part waits for memory once. Few rows after
     others, each with all parts, took an H200 40 us for 128 rows.
     """
+    asks = row < rows
+    mask = asks[:, None] & (columns < HEAD_DIM)[None, :]
     peaks = partial + slots * HEAD_DIM + first_slot
     totals = peaks + slots
     part = tl.arange(0, SPLITS)
@@ -439,12 +445,14 @@ def _merge(
     every = part[:, None] * rows + row[None, :]
     peak = tl.max(tl.load(peaks + every, mask=there, other=float("-inf"), cache_modifier=".cg"), 0)
     peak = tl.where(peak == float("-inf"), 0.0, peak)  # of a query that has seen nothing
-    total = tl.zeros([BLOCK_M], tl.float32)
-    merged = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([MERGED], tl.float32)
+    merged = tl.zeros([MERGED, BLOCK_D], tl.float32)
     for each in tl.range(0, parts):
         at = each * rows + row
         weight = tl.exp2(tl.load(peaks + at, mask=asks, other=0.0, cache_modifier=".cg") - peak)
         total += weight * tl.load(totals + at, mask=asks, other=0.0, cache_modifier=".cg")
         outs = partial + (first_slot + each * rows) * HEAD_DIM + (row[:, None] * HEAD_DIM + columns[None, :])
         merged += weight[:, None] * tl.load(outs, mask=mask, other=0.0, cache_modifier=".cg")
-    return merged / tl.where(total == 0, 1.0, total)[:, None]
+    merged = merged / tl.where(total == 0, 1.0, total)[:, None]
+    out_row = row // GROUP * (kv_heads * GROUP) + kv_head * GROUP + row % GROUP
+    tl.store(out + (out_row[:, None] * HEAD_DIM + columns[None, :]), merged, mask=mask)

@@ -19,7 +19,7 @@ from heavypath.kernels.tickets import tickets
 _ROOMY = (9, 10)
 
 
-class _Tiles(NamedTuple):
+class Tiles(NamedTuple):
     """Block sizes, warps and pipeline stages of a launch."""
 
     block_m: int
@@ -28,7 +28,7 @@ class _Tiles(NamedTuple):
     stages: int
 
 
-def _tiles(dtype: torch.dtype, head_dim: int, rows: int, capped: bool, generation: int) -> _Tiles:
+def tiles_for(dtype: torch.dtype, head_dim: int, rows: int, capped: bool, generation: int) -> Tiles:
     """Choose tiles that do not spill, keep two blocks of keys in flight, and from 64 query rows on can use wgmma.
 
     rows:       query rows per key head
@@ -38,16 +38,16 @@ def _tiles(dtype: torch.dtype, head_dim: int, rows: int, capped: bool, generatio
     """
     roomy = generation in _ROOMY
     if dtype == torch.float32:  # exact products, which do not use tensor cores
-        return _Tiles(16 if rows <= 16 or head_dim > 128 else 32, 32, 8 if head_dim <= 64 else 16, 2)
+        return Tiles(16 if rows <= 16 or head_dim > 128 else 32, 32, 8 if head_dim <= 64 else 16, 2)
     if rows <= 16:
-        return _Tiles(16, 64 if head_dim <= 128 else 32, 4, 3)
+        return Tiles(16, 64 if head_dim <= 128 else 32, 4, 3)
     if head_dim > 128:
-        return _Tiles(128 if generation == 9 and rows > 64 else 64, 32, 8, 3) if roomy else _Tiles(32, 32, 4, 2)
+        return Tiles(128 if generation == 9 and rows > 64 else 64, 32, 8, 3) if roomy else Tiles(32, 32, 4, 2)
     if head_dim <= 32:
-        return _Tiles(64, 64, 4, 3)
+        return Tiles(64, 64, 4, 3)
     if head_dim > 64 and not roomy:
-        return _Tiles(64, 64, 8, 3)
-    return _Tiles(64, 64, 4, 3) if rows <= 64 else _Tiles(128, 32 if capped else 64, 8, 3)
+        return Tiles(64, 64, 8, 3)
+    return Tiles(64, 64, 4, 3) if rows <= 64 else Tiles(128, 32 if capped else 64, 8, 3)
 
 
 class LaunchPlan(NamedTuple):
@@ -145,7 +145,7 @@ def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_g
     else:
         processors = 16
         generation = 9
-    block_m, block_n, warps, stages = _tiles(query.dtype, head_dim, rows, capped, generation)
+    block_m, block_n, warps, stages = tiles_for(query.dtype, head_dim, rows, capped, generation)
     tiles = _blocks(rows, block_m)
     # As many programs as can run at the same time (two of 4 warps share a multiprocessor), whatever the batch size.
     # The number of splits is a power of two, so that few variants are compiled.
@@ -188,6 +188,7 @@ def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_g
         "BLOCK_N": block_n,
         "SPLITS": splits,
         "MIN_SPLIT": MIN_SPLIT,
+        "MERGED": min(block_m, 32 * warps * 64 // block_d),  # rows merged at a time: 64 numbers of each thread
     }
     tiling = {
         "BLOCK_M": block_m,

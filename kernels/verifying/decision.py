@@ -247,7 +247,7 @@ def _decide_kernel(
         else:
             noise_row = batch.to(tl.int64) * N + parent
         coin = coins_of(rank, noise_row, seed_ptr, seed_low, seed_high)
-        order = tl.where(child, rank * N + index, NONE)
+        order = tl.where(child, rank * N + index, NONE)  # in draw order, and order % N is the node
         first = child
         if leaves_out:
             first = first_of_token(token, index, order, N)
@@ -269,6 +269,7 @@ def _decide_kernel(
                 choice = tl.where(draft_usable, choice, -2)
             x = tl.load(target_row + token, mask=child, other=float("-inf")).to(tl.float32)
             log_p = log_prob(target, x, token, FILTERED)
+            # Here for programs that share a pass; the call at the end serves nodes without children, too.
             store_distributions(facts_ptr + place * FACTS, marks_ptr + place * FACTS, target, draft, source)
             passes = SharedPass(counters_ptr, all_nodes, place, facts_ptr + place * FACTS, sums_ptr + place * PIECES)
             log_q = tl.full([BLOCK], float("-inf"), tl.float32)

@@ -14,12 +14,16 @@ from heavypath.kernels.verifying.walk import launch_walk
 
 
 def verify(inputs: VerifyInputs) -> Verified:
-    """Verify as `verification.reference`, in two launches, and one for the filters of each side that has any."""
+    """Verify as `verification.reference`.
+
+    It takes two launches (`launch_traversal` for rules that look at the whole tree), and one more for each of target
+    and draft that has filters.
+    """
     inputs, method = laid_out(inputs), inputs.method
     draft = inputs.draft_logits
     seed, rows = inputs.noise
     rule = VERIFICATION_RULES[method]
-    if rule.whole_tree and draft is not None:  # without, the tree is its root, where `decide` has P drawn
+    if rule.whole_tree and draft is not None:  # without, the tree is its root, and the token is drawn from P
         from heavypath.kernels.verifying.traversal_kernel import launch_traversal  # which other methods do not need
 
         return launch_traversal(inputs)

@@ -99,7 +99,7 @@ def _best(
             packed = tl.where(weight > 0, pack(key, here), NEVER)
             best = tl.maximum(best, tl.max(tl.reshape(packed, [TILE])))
             bar, _ = unpack(best)
-            bar = tl.where(best == NEVER, float("-inf"), bar / _LOG_2 - 1e-3)
+            bar = tl.where(best == NEVER, float("-inf"), bar / _LOG_2 - 1e-3)  # for the rounding of bounds
     return best
 
 

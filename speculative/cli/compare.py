@@ -182,7 +182,8 @@ def _check_use(
 def print_rows(rows: "list[ComparedWay]", settings: dict, device: "torch.device", *, as_json: bool) -> None:
     """Print the rows that `compare` measured on a device, with notes that explain the columns.
 
-    settings: how it was measured, by name, for --json; as_json: print one JSON object instead of a table
+    settings: how it was measured, by name; the notes need prompts, temperature, max_new_tokens and repeats
+    as_json:  print one JSON object instead of a table
     """
     from rich.console import Console
 

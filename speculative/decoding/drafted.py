@@ -29,7 +29,7 @@ class Reach(NamedTuple):
     """Upper bounds that the host knows without reading device tensors.
 
     visible_rows: at least the cache rows of the longest prefix
-    news:         how many of a sequence's last tokens, the root included, may be new since the last step, at most
+    news:         at most how many of a sequence's last tokens, the root included, are new since the last step
     trims:        whether absent nodes may be removed; not with several ranks, whose trees must have one size
     """
 

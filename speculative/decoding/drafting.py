@@ -50,7 +50,7 @@ class TreeLevel:
 
 @dataclass(frozen=True)
 class DeviceTree:
-    """The top levels of a static tree, N nodes in heavy-path order, on a device.
+    """The top levels of a static tree, N nodes in heavy-path order (`TokenTree.reordered`), on a device.
 
     nodes:         all nodes
     ranks, subtree_end: LongTensor[N], as `TokenTree`'s
@@ -78,13 +78,13 @@ class StaticDrafter:
     A node is absent where the draft's support ran out, or where it is deeper than its own sequence has tokens left to
     write. On a CPU the trees are their roots alone where no draft proposes anything.
 
-    tree: the tree to draft; alone: the tree of only the root
+    tree: the tree to draft; root_tree: the tree of only the root
     rules: how children are drawn
     """
 
     tree: DeviceTree
     rules: Rules
-    alone: DeviceTree
+    root_tree: DeviceTree
 
     @property
     def depth(self) -> int:
@@ -99,7 +99,7 @@ class StaticDrafter:
         batch = len(state.root)
         noise_rows = self._noise_rows(state)
         if not tree.levels:
-            return _root_alone(state, noise_rows, tree, logits=None)
+            return _only_root(state, noise_rows, tree, logits=None)
         trees = _blank(state, noise_rows[:, : len(tree)], tree, rules.replacement)
         may_be_alone = reach.trims and host_can_read(state.root.device) and not draft.proposes_every_token
         feed = root_feed(state, reach, len(tree), len(tree.levels))
@@ -126,7 +126,7 @@ class StaticDrafter:
             check_distributions("draft", keys.view(batch, len(level.logit_rows), -1), state, depth)
             if depth == 0 and may_be_alone and not any_drafted(tokens):
                 lap("sampling")
-                return _root_alone(state, noise_rows[:, :1], self.alone, after[:, :1].contiguous())
+                return _only_root(state, noise_rows[:, :1], self.root_tree, after[:, :1].contiguous())
 
             below = tree.levels[depth + 1] if depth + 1 < len(tree.levels) else None
             if logits is None:
@@ -161,7 +161,7 @@ def _blank(state: Sequences, noise_rows: Tensor, tree: DeviceTree, joins: bool) 
     return Trees(tokens, state.root, noise_rows, state.lengths, state.left, texts)
 
 
-def _root_alone(state: Sequences, noise_rows: Tensor, tree: DeviceTree, logits: Tensor | None) -> Drafted:
+def _only_root(state: Sequences, noise_rows: Tensor, tree: DeviceTree, logits: Tensor | None) -> Drafted:
     """The drafted trees of a step that drafts nothing: `tree` is the root alone, `logits` the draft's after it."""
     trees = _blank(state, noise_rows, tree, joins=False)
     inputs = step_kernels(state.root.device).place(trees, None, tree.nodes, True)
@@ -185,7 +185,7 @@ def _drafted(tree: DeviceTree, tokens: Tensor, inputs: NodeInputs, logits: Tenso
 def static(tree: TokenTree, depth: int, draft: Draft, rules: Rules, device: torch.device) -> StaticDrafter:
     """The drafter of the top `depth` levels of a static tree; for 0 levels, of the root alone."""
     top = device_tree(tree, depth, device, draft.root_distributions)
-    return StaticDrafter(top, rules, alone=device_tree(ROOT, 0, device))
+    return StaticDrafter(top, rules, root_tree=device_tree(ROOT, 0, device))
 
 
 def device_tree(whole: TokenTree, depth: int, device: torch.device, root_distributions: int = 1) -> DeviceTree:

@@ -195,10 +195,10 @@ class CudaGraphs(Launcher):
     def prepare(self, step: Step, launch: Launch) -> None:
         """Compile a step's kernels in parallel.
 
-        A trial capture collects the launches without running them. It ends where rows of a cache are first moved: the
-        few kernels after that are compiled at their first launch. Code outside the package may keep results of its
-        first call, which therefore must not be captured: with such models nothing is done here. The same holds for
-        ranks, whose first collective sets up their connections.
+        A trial capture collects the launches without running them. It ends where rows of a cache are first moved, since
+        `compact_cache` refuses its first call in a capture: the few kernels after that are compiled at their first
+        launch. Code outside the package may keep results of its first call, which therefore must not be captured: with
+        such models nothing is done here. The same holds for ranks, whose first collective sets up their connections.
         """
         self._is_prepared = True
         if not _is_ours(step.plan):
@@ -224,7 +224,7 @@ class CudaGraphs(Launcher):
                 self._warn(step, error)
         if graph.is_captured:
             with ExitStack() as turns:
-                for stream in {getattr(model, "stream", None) for model in _models(step.plan)}:
+                for stream in {getattr(model, "stream", None) for model in _models(step.plan)}:  # of layers, not CUDA's
                     if stream is not None:
                         turns.enter_context(stream.replay())
                 graph.replay()

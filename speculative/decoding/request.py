@@ -38,7 +38,7 @@ class Request:
     input_ids:    LongTensor[B, T], the prompts as given by the caller, which processors get
     stopping:     other criteria that end a sequence; None for none
     past:         cached sequences whose prefixes prompts may share; None for none
-    inputs:       inputs of the prompts besides tokens (images ...), of this call or in the past; None for none
+    inputs:       inputs of the prompts besides tokens (images ...), of this call or of `past`; None for none
     """
 
     prompt: Tensor

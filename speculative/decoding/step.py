@@ -133,7 +133,7 @@ class Step:
             inputs = change.before_scoring(drafted.target_inputs, state)
             rows = visible_rows + inputs.tokens.shape[1]
             mask = TreeMask(prefix_length=state.lengths, visible_rows=rows, subtree_end=inputs.subtree_end)
-            positions = plan.target.settled(inputs.positions, state.lengths)
+            positions = plan.target.positions_within_limit(inputs.positions, state.lengths)
             taps = plan.draft.taps(draft_cache)
             scores = plan.target(inputs.tokens, positions, inputs.cache_rows, target_cache, mask, taps=taps)
         nodes = drafted.tokens.shape[1]
@@ -148,11 +148,11 @@ class Step:
         change.after_verifying(verified)
         lap("verification")
 
-        if nodes > 1:
+        if nodes > 1:  # move the rows of the accepted path together
             target_cache.accept(verified.path, verified.length, state.lengths)
             draft_cache.accept(verified.path, verified.length, state.lengths, drafted.draft_rows)
         self._commit(drafted, verified, state)
-        target_cache.advance(verified.path, state.produced)
+        target_cache.advance(verified.path, state.produced)  # what a cache has besides rows, such as recurrent states
         if drafted.logits is not None:
             draft_cache.advance(verified.path, state.produced, drafted.draft_rows)
         plan.peers.check(drafted, scores, verified, state.left)
@@ -175,7 +175,7 @@ class Step:
 
 
 def new_step(plan: StepPlan, depth: int) -> Step:
-    """Return the step of a plan that drafts the top `depth` levels of its tree, as near a sequence's end."""
+    """Return the step of a plan that drafts the top `depth` levels of its tree: fewer than all near a text's end."""
     tree = plan.tree if depth > 0 else ROOT
     device = plan.target.device
     if tree.grows:

@@ -194,7 +194,7 @@ class Workspace:
         ends = (lengths - 1).tolist()
         parts = draft.parts(draft_cache)
         cached, in_parts = self._copy_past(request.past, before_roots, ends, parts)
-        rows_of_pass = rows_of_a_pass(plan, alone=request.inputs is not None)
+        rows_of_pass = rows_of_a_pass(plan, in_one_pass=request.inputs is not None)
         blocks = blocks_of(ends, cached, rows_of_pass)
         reused = [
             min([cached[slot], *(each.starts[slot] for each in blocks if slot < each.slots)]) for slot in range(batch)
@@ -224,7 +224,7 @@ class Workspace:
         yield reused
 
     def _put(self, request: Request, members: Tensor) -> None:
-        """Put the state of a request's sequences into the first slots; members: LongTensor[B], of each slot its one."""
+        """Put a request's sequences into the first slots; members: LongTensor[B], the sequence in each slot."""
         self.state.begin(
             request.prompt[members],
             request.lengths[members],
@@ -403,14 +403,14 @@ def blocks_of(ends: list[int], cached: list[int], rows_of_pass: float) -> list[B
     return blocks
 
 
-def rows_of_a_pass(plan: StepPlan, *, alone: bool = False) -> float:
+def rows_of_a_pass(plan: StepPlan, *, in_one_pass: bool = False) -> float:
     """Return how many rows cost as much as one more pass; infinity if all sequences must go through in one pass.
 
     This is so if weights are streamed for each pass, if the longest sequence of a pass decides its rotary embeddings,
-    and if prompts hold more than tokens (`alone`).
+    and if prompts hold more than tokens (`in_one_pass`).
     """
     models = [plan.target, *plan.draft.models]
-    if alone or plan.target.stream is not None or any(model.rope_limit is not None for model in models):
+    if in_one_pass or plan.target.stream is not None or any(model.rope_limit is not None for model in models):
         return inf
     return ROWS_OF_A_PASS["cpu" if host_can_read(plan.target.device) else "cuda"]
 

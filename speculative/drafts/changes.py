@@ -38,7 +38,9 @@ class LogitChange:
         return inputs
 
     def before_verifying(self, logits: Tensor, drafted: Any, state: Any) -> Tensor:
-        """The target's logits [B, N, V] after the nodes of drafted trees (a `Drafted`), changed.
+        """The target's logits after the nodes of drafted trees (a `Drafted`), changed: [B, N, V].
+
+        logits: [B, N + A, V], of the N drafted nodes, then of the A nodes that this change and later ones appended
 
         A hook may remove nodes by writing -1 to `drafted.tokens`, for reasons that do not depend on the nodes' tokens.
         """

@@ -84,7 +84,7 @@ class ModelDraft(Draft):
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """Logits [B, n, V] after each node, in the model's dtype; V is the size of the target's vocabulary."""
         mask = TreeMask(feed.prefix_lengths, feed.visible_rows, ancestor_mask=feed.ancestor_mask, level=feed.level)
-        positions = self.forward.settled(feed.positions, feed.prefix_lengths)
+        positions = self.forward.positions_within_limit(feed.positions, feed.prefix_lengths)
         logits = self.forward(self._known(feed.tokens), positions, feed.cache_rows, cache, mask)
         if cache.keys.shape[2] > self.forward.max_positions:  # sequences in this cache may be longer than the positions
             silence(logits, feed.positions, self.forward.max_positions)

@@ -195,7 +195,10 @@ class KeyValueCache(RowCache, Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's states [B, Hkv, N, D], or with fewer columns; return keys and values of the visible rows."""
+        """Store a layer's states [B, Hkv, N, D], or with fewer columns; return keys and values of the visible rows.
+
+        Only on a view from `at`. Rows are returned from the layer's first one on, with as many columns as were given.
+        """
         assert self._new_rows is not None
         self.write(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2), self._new_rows)
         first = self._first_rows[layer_idx % len(self._first_rows)] if self._first_rows else 0

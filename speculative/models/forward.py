@@ -203,7 +203,7 @@ class Forward(ABC):
         return hash((*self._structure.function, self._values.state()))
 
     @property
-    def alone(self) -> AbstractContextManager[object]:
+    def exclusive_pass(self) -> AbstractContextManager[object]:
         """A context for a pass over streamed layers, in which passes of other threads wait; else it does nothing."""
         return nullcontext() if self.stream is None else self.stream.one_pass()
 
@@ -308,7 +308,7 @@ class Forward(ABC):
             mask = chain_mask(first + begin, rows.shape[1], visible_rows=max(starts) + begin + rows.shape[1])
             self(chunk, positions, rows, cache, mask, needs_logits=False, taps=taps)
 
-    def settled(self, positions: Tensor, prefix_length: Tensor) -> Tensor:
+    def positions_within_limit(self, positions: Tensor, prefix_length: Tensor) -> Tensor:
         """The positions LongTensor[B, N] with those of absent nodes clamped to short ones, for a model with longrope.
 
         The last nodes of a tree may lie beyond the end of a short sequence, and then beyond `rope_limit`. Without this

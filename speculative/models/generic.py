@@ -109,7 +109,7 @@ class TransformersForward(Forward):
         arguments[self.cache_argument] = cache.at(cache_rows, mask.visible_rows, first_rows)
         if taps is not None:
             arguments["output_hidden_states"] = True
-        with self.alone:
+        with self.exclusive_pass:
             out = (self._called if needs_logits else self._called.base_model)(**self.taken(arguments))
         if taps is not None:
             taps.take(dict(enumerate(out.hidden_states)), tokens, positions, cache_rows)

@@ -208,7 +208,7 @@ class LlamaForward(Forward):
         hidden = self._embed(tokens.flatten())
         computed = None
         states: dict[int, Tensor] = {}
-        with self.alone:
+        with self.exclusive_pass:
             for index, layer in enumerate(self._layers):
                 with layer.weights:
                     hidden, normed = add_rms_norm(hidden, computed, layer.norm)

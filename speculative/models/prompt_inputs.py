@@ -212,7 +212,7 @@ class PromptInputs:
             arguments["logits_to_keep"] = 1
         if taps is not None:
             arguments["output_hidden_states"] = True
-        with target.alone:
+        with target.exclusive_pass:
             out = model(**arguments)
         if taps is not None:
             before_roots = columns[:, :-1]

@@ -39,7 +39,7 @@ class GrammarText:
         self._at = ()
 
     def words_after(self, path: Path) -> Tensor:
-        """The tokens that may follow a node of this step, one bit each: IntTensor[V / 32].
+        """The tokens that may follow a node of this step, one bit each: IntTensor[ceil(V / 32)].
 
         After the end of the text these are the end-of-sequence tokens alone; none if the grammar refuses the path.
 

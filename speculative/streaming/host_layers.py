@@ -77,7 +77,7 @@ class HostLayers:
             self.reader.slots.take(self._number[layer])
 
     def release(self, layer: int) -> None:
-        """Allow the memory of a passing layer to be overwritten by another one."""
+        """Allow the memory of a layer of `passing` to be overwritten; nothing happens for other layers."""
         if self.reader is not None and layer in self.passing:
             self.reader.slots.release(self._number[layer])
 

@@ -5,7 +5,8 @@
     position[v]  = position[parent] + 1 + the sizes of the siblings visited before v         (preorder)
 
 Sums over subtrees and along paths take one pass over all nodes for each k: O(N log depth), without a Python loop over
-nodes. In preorder the subtree of v is the interval position[v] .. position[v] + size[v] - 1.
+nodes. In preorder the subtree of v is the interval position[v] .. position[v] + size[v] - 1. In heavy-path order, a
+preorder, the child with the largest subtree is visited first.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -121,7 +121,7 @@ def test_the_core_imports_no_option_also_not_in_a_function():
     wrong = {name: {one for one in imports()[name] if is_option(one)} for name in core}
     assert {name: taken for name, taken in wrong.items() if taken} == {}
     assert {f"heavypath.speculative.{name}" for name in ("decoder", "decoding.step", "tree_policy")} < {*core}
-    for name, module in names.OPTIONS.items():
+    for name, module in names.FEATURES.items():
         assert hasattr(importlib.import_module(module), name), name
 
 

@@ -63,7 +63,7 @@ class TreeFlashTerm(BlockTerm):
         self.norm = LlamaRMSNorm(width, _EPSILON)
 
     def finish(self, rows: Tensor, given: Pass, ends: TokenLayers) -> tuple[Tensor, Tensor]:
-        """The logits of each depth, and the rows before the norm, which are kept; as `BlockTerm.finish`."""
+        """As `BlockTerm.finish`, but what is kept for `forward` are the rows before the norm."""
         read = rows[:, self.first : self.first + given.levels]
         return ends.logits(ends.norm(read)), read
 
