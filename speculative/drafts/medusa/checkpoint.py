@@ -43,7 +43,7 @@ def load_medusa(
         lm_heads = ", each with an lm_head" if config.owns_lm_heads else ""
         check_tensors(
             shapes_of(tensors),
-            shapes_of(_by_name(heads)),
+            shapes_of(heads.by_name()),
             f"{config.heads} heads of {config.layers} layers{lm_heads}",
             lambda name: (
                 f" for a target of width {text.hidden_size} and {text.vocab_size} tokens; give the target that the "
@@ -53,7 +53,7 @@ def load_medusa(
         sizes = {"hidden_size": text.hidden_size} | ({"vocab_size": text.vocab_size} if config.owns_lm_heads else {})
         check_config(checkpoint.settings(), sizes)
         heads = heads.to(dtype or target.dtype).to_empty(device=target.device).requires_grad_(False)
-        for name, place in _by_name(heads).items():
+        for name, place in heads.by_name().items():
             place.copy_(tensors[name])
     return heads.eval()
 
@@ -82,16 +82,3 @@ def _config_of(tensors: Mapping[str, Tensor], hidden_size: int, vocab_size: int)
         vocab_size=vocab_size,
         owns_lm_heads=any(lm_heads),
     )
-
-
-def _by_name(heads: MedusaHeads) -> dict[str, Tensor]:
-    """Views of the heads' stacked weights, by the names that a checkpoint has for them, to be filled from it."""
-    layers = heads.config.layers
-    found = dict[str, Tensor]()
-    for head in range(heads.config.heads):
-        for layer in range(layers):
-            found[f"{head}.{layer}.linear.weight"] = heads.weight[layer, head]
-            found[f"{head}.{layer}.linear.bias"] = heads.bias[layer, head]
-        if heads.lm_heads is not None:
-            found[f"{head}.{layers}.weight"] = heads.lm_heads[head]
-    return found

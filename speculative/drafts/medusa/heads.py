@@ -61,6 +61,18 @@ class MedusaHeads(nn.Module, Draftable):
         self.bias = nn.Parameter(torch.zeros(config.layers, heads, width))
         self.lm_heads = nn.Parameter(torch.zeros(heads, config.vocab_size, width)) if config.owns_lm_heads else None
 
+    def by_name(self) -> dict[str, Tensor]:
+        """Views of the stacked weights, by the names that a checkpoint has for them (`checkpoint.py`)."""
+        layers = self.config.layers
+        found = dict[str, Tensor]()
+        for head in range(self.config.heads):
+            for layer in range(layers):
+                found[f"{head}.{layer}.linear.weight"] = self.weight[layer, head]
+                found[f"{head}.{layer}.linear.bias"] = self.bias[layer, head]
+            if self.lm_heads is not None:
+                found[f"{head}.{layers}.weight"] = self.lm_heads[head]
+        return found
+
     def forward(self, features: Tensor, lm_head: Callable[[Tensor], Tensor], heads: int | None = None) -> Tensor:
         """The logits [R, K, V] of the first `heads` heads (default: all), from the target's hidden states [R, H].
 
