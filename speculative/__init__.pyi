@@ -65,6 +65,7 @@ from heavypath.speculative.training.beginnings import draft_of_layers as draft_o
 from heavypath.speculative.training.beginnings import most_frequent as most_frequent
 from heavypath.speculative.training.beginnings import new_block as new_block
 from heavypath.speculative.training.beginnings import new_head as new_head
+from heavypath.speculative.training.beginnings import new_medusa as new_medusa
 from heavypath.speculative.training.documents import read_documents as read_documents
 from heavypath.speculative.training.settings import DistilSettings as DistilSettings
 from heavypath.speculative.tree_policy import TreePolicy as TreePolicy

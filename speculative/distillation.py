@@ -1,4 +1,4 @@
-"""`distil` trains a draft for a target on the user's data: an EAGLE head, a block draft, or a plain draft model.
+"""`distil` trains a draft for a target on the user's data: a head, a block draft, Medusa heads, or a draft model.
 
 Rows of tokens are cut from the documents and from the target's continuations of their prompts. The target reads a batch
 when it is due. If there are several epochs on a CPU, it reads all rows once, and its hidden states are kept on disk,
@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,15 @@ from heavypath.speculative.drafts.blocks.head import BlockHead
 from heavypath.speculative.drafts.blocks.saving import save_block
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.drafts.heads.saving import save_head
+from heavypath.speculative.drafts.medusa.heads import MedusaHeads
+from heavypath.speculative.drafts.medusa.saving import save_medusa
 from heavypath.speculative.training.blocks import check_trains
 from heavypath.speculative.training.documents import Document, check_tokens
 from heavypath.speculative.training.kept import KeptStates, bytes_kept
 from heavypath.speculative.training.learning import Learnt, learn, measure_agreement
 from heavypath.speculative.training.loop import Checkpoints, train
 from heavypath.speculative.training.losses import LOSSES
+from heavypath.speculative.training.medusa import check_medusa, one_at_random, student_of_medusa
 from heavypath.speculative.training.memory import RowsAtATime
 from heavypath.speculative.training.optimization import Optimization, Schedule, TrainingProgress, save_whole, say_now
 from heavypath.speculative.training.own_text import write_texts
@@ -39,10 +43,11 @@ from heavypath.speculative.training.teacher import Logits, Taught, Teacher
 
 KEPT_AT_MOST = 16e9  # bytes on disk that a training takes without being asked
 CHECKPOINT_FOLDER = "training"  # inside the result's folder; deleted when the result is saved
+Learner = EagleHead | BlockHead | MedusaHeads | PreTrainedModel  # kinds of drafts that are trained
 
 
 def distil(
-    draft: EagleHead | BlockHead | PreTrainedModel,
+    draft: Learner,
     target: PreTrainedModel,
     documents: list[Document],
     folder: str | Path,
@@ -54,12 +59,12 @@ def distil(
 ) -> dict[str, Any]:
     """Train a draft for a target, in place, and save it with a record of the training, which is also returned.
 
-        head = new_head(target)       # or new_block(target), or draft_of_layers(target, [0, 7]), or any model
+        head = new_head(target)  # or new_block(target), new_medusa(target), draft_of_layers(target, [0, 7]), any model
         distil(head, target, read_documents(["chats.jsonl"], tokenizer), "my-head", tokenizer=tokenizer)
         decoder = SpeculativeDecoder(target, head)                  # later: load_draft("my-head", target)
 
-    draft: an EAGLE head, a block draft, or a causal language model with the target's vocabulary. Afterwards it is on
-        the target's device, in its dtype, in eval mode and without gradients
+    draft: an EAGLE head, a block draft, Medusa heads, or a causal language model with the target's vocabulary.
+        Afterwards it is on the target's device, in its dtype, in eval mode and without gradients
     documents: the texts to train on, from `read_documents`
     folder: where the draft and record.json are saved. It must be new or empty, except with resume; until training has
         finished it has checkpoints and rows of tokens
@@ -100,6 +105,8 @@ def distil(
         save_head(draft, folder)
     elif isinstance(draft, BlockHead):
         save_block(draft, folder, target.config.get_text_config(decoder=True).num_hidden_layers)
+    elif isinstance(draft, MedusaHeads):
+        save_medusa(draft, folder, target.name_or_path)
     else:
         draft.save_pretrained(folder)
         if tokenizer is not None:
@@ -152,18 +159,20 @@ def _train(
     loss = LOSSES[settings.loss]
     depths = settings.depths or 1
     states, target_logits = _states(student, teacher, rows.train, settings, checkpoint.parent, say)
-    weights = [(settings.decay or 1.0) ** depth for depth in range(depths)]
+    every = [(settings.decay or 1.0) ** depth for depth in range(depths)]
+    weights = one_at_random(every, settings.seed) if settings.one_head else repeat(every)
     parts = RowsAtATime(
         size, f"lower length ({settings.length})" + (f" or depths ({depths})" if depths > 1 else ""), say
     )
     state: dict[str, Any] = {"loss": None, "held_out": {}, "rows_at_once": size}
 
-    def gradients(batch: tuple[Tensor, int]) -> Learnt:
-        chosen, begin = batch
+    def gradients(batch: tuple[int, Tensor, list[float]]) -> Learnt:
+        step, chosen, by_depth = batch
+        begin = step % student.stride
         parts.rows = state["rows_at_once"]
 
         def of_part(part: Tensor) -> Learnt:
-            return learn(student, states(part, begin), target_logits, loss, weights, len(part) / len(chosen))
+            return learn(student, states(part, begin), target_logits, loss, by_depth, len(part) / len(chosen))
 
         found = parts.run(chosen, of_part, optimization.clear)
         state["rows_at_once"] = parts.rows
@@ -182,7 +191,7 @@ def _train(
     numbers = torch.arange(len(rows.train), device="cpu")
     seconds = train(
         optimization,
-        ((chosen, step % student.stride) for step, chosen in enumerate(batches_of(numbers, size, settings.seed))),
+        zip(count(), batches_of(numbers, size, settings.seed), weights, strict=False),
         gradients,
         Checkpoints(checkpoint, settings.checkpoint_steps, resume=checkpoint.exists(), state=state),
         TrainingProgress(schedule.steps, size * settings.length, say),
@@ -226,13 +235,20 @@ def _states(
     return kept, kept.logits
 
 
-def _settings_for(draft: EagleHead | BlockHead | PreTrainedModel, settings: DistilSettings) -> DistilSettings:
+def _settings_for(draft: Learner, settings: DistilSettings) -> DistilSettings:
     """The settings, with None replaced by the defaults of this kind of draft.
 
     Raises ValueError for settings that this kind does not have.
     """
+    if settings.one_head and not isinstance(draft, MedusaHeads):
+        raise ValueError(f"one_head is for Medusa heads, got a draft of type {type(draft).__name__}")
     if isinstance(draft, EagleHead):
         return replace(settings, depths=settings.depths or 5, decay=settings.decay or 0.8)
+    if isinstance(draft, MedusaHeads):
+        heads = draft.config.heads
+        if settings.depths not in (None, heads):
+            raise ValueError(f"depths of Medusa heads is their number, {heads}, got {settings.depths}")
+        return replace(settings, depths=heads, decay=settings.decay or 0.8)
     if isinstance(draft, BlockHead):
         size = draft.config.block_size
         if settings.depths not in (None, size):
@@ -277,7 +293,7 @@ def _saved_rows(file: Path, made_for: dict[str, Any]) -> Rows:
     return Rows(**saved)
 
 
-def _student(draft: EagleHead | BlockHead | PreTrainedModel, target: PreTrainedModel) -> Student:
+def _student(draft: Learner, target: PreTrainedModel) -> Student:
     """The draft in the form in which it is trained. Embedding and lm_head of a head or block draft are not trained."""
     draft.eval()  # no dropout: the draft learns from distributions, not from samples
     if isinstance(draft, EagleHead | BlockHead):
@@ -286,6 +302,8 @@ def _student(draft: EagleHead | BlockHead | PreTrainedModel, target: PreTrainedM
             if module is not None:
                 module.requires_grad_(False)
         student = student_of_head(draft, target) if isinstance(draft, EagleHead) else student_of_block(draft, target)
+    elif isinstance(draft, MedusaHeads):
+        student = student_of_medusa(draft, target)
     else:
         student = student_of_model(draft)
     return replace(student, dtype=torch.bfloat16) if multiplies_bf16_faster(target.device) else student
@@ -299,12 +317,11 @@ def multiplies_bf16_faster(device: torch.device) -> bool:
     return bool(here.get("avx512_bf16") or here.get("amx_bf16"))
 
 
-def _check(draft: EagleHead | BlockHead | PreTrainedModel, target: PreTrainedModel, settings: DistilSettings) -> None:
+def _check(draft: Learner, target: PreTrainedModel, settings: DistilSettings) -> None:
     text: Any = target.config.get_text_config(decoder=True)
     if target.training:
         raise ValueError("target is in training mode; call target.eval() first")
-    reads_taps = isinstance(draft, EagleHead | BlockHead)
-    own: Any = draft.config if reads_taps else draft.config.get_text_config(decoder=True)
+    own: Any = draft.config.get_text_config(decoder=True) if isinstance(draft, PreTrainedModel) else draft.config
     if own.vocab_size != text.vocab_size:
         raise ValueError(
             f"target and draft must share a vocabulary, got {text.vocab_size} and {own.vocab_size} tokens; give a "
@@ -316,7 +333,9 @@ def _check(draft: EagleHead | BlockHead | PreTrainedModel, target: PreTrainedMod
         check_trains(draft)
         if settings.length < 2 * own.block_size:
             raise ValueError(f"length must be at least two blocks of {own.block_size} tokens, got {settings.length}")
-    if reads_taps:
+    if isinstance(draft, MedusaHeads):
+        check_medusa(draft, text.hidden_size)
+    if isinstance(draft, EagleHead | BlockHead):
         read = (own.target_hidden_size, text.hidden_size if draft.embed_tokens is not None else own.hidden_size)
         if read != (text.hidden_size, text.hidden_size):
             raise ValueError(

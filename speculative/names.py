@@ -75,6 +75,7 @@ PUBLIC = {
     "most_frequent": "heavypath.speculative.training.beginnings",
     "new_block": "heavypath.speculative.training.beginnings",
     "new_head": "heavypath.speculative.training.beginnings",
+    "new_medusa": "heavypath.speculative.training.beginnings",
     "read_documents": "heavypath.speculative.training.documents",
     "read_trace": "heavypath.speculative.output.trace",
     "select_tree": "heavypath.speculative.trees.planning",

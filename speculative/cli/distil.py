@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from heavypath.speculative.drafts.blocks.head import BlockHead
     from heavypath.speculative.drafts.heads.eagle import EagleHead
+    from heavypath.speculative.drafts.medusa.heads import MedusaHeads
     from heavypath.speculative.training.documents import Document
 
 DEFAULTS = DistilSettings()
@@ -22,6 +23,7 @@ KINDS = {  # kind of draft -> the options that only this kind, or some kinds, ha
     "head": ("--draft-vocab-size", "--depths"),
     "model": ("--layers", "--config"),
     "block": ("--draft-vocab-size", "--depths", "--term"),
+    "medusa": ("--depths", "--one-head"),
 }
 TERMS = ("gated", "vanilla", "rnn", "none")
 LARGEST_VOCABULARY = 32000  # default limit of a head; EAGLE-3's published heads for 128,256 tokens have it, too
@@ -40,8 +42,8 @@ def distil(
     kind: Annotated[
         str | None,
         typer.Option(
-            help="head (EAGLE-3, the default), block (all levels in one pass, DSpark), or model, which --layers and "
-            "--config imply."
+            help="head (EAGLE-3, the default), block (all levels in one pass, DSpark), medusa (a head for each level), "
+            "or model, which --layers and --config imply."
         ),
     ] = None,
     layers: Annotated[
@@ -63,8 +65,12 @@ def distil(
     length: Annotated[int, typer.Option(help="Tokens of a row of text.")] = DEFAULTS.length,
     tokens_per_step: Annotated[int, typer.Option(help="Tokens of a batch.")] = DEFAULTS.tokens_per_step,
     depths: Annotated[
-        int | None, typer.Option(help="Levels below the root to train; default: 5 for a head, 7 for a block.")
+        int | None,
+        typer.Option(help="Levels below the root to train; default: 5 for a head, 7 for a block, 5 for medusa."),
     ] = None,
+    one_head: Annotated[
+        bool, typer.Option("--one-head", help="In each step train one of the Medusa heads, drawn at random.")
+    ] = DEFAULTS.one_head,
     rate: Annotated[float | None, typer.Option(help="Peak learning rate; default: 2 / width of the draft.")] = None,
     written: Annotated[
         float, typer.Option(help="Share of the texts whose continuations the target generates, from their beginnings.")
@@ -88,12 +94,13 @@ def distil(
     offline: Offline = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's last checkpoint.")] = False,
 ) -> None:
-    """Train an EAGLE-3 head, a block draft or a draft model for a target, on texts like those to be continued."""
+    """Train a head, a block draft, Medusa heads or a draft model for a target, on texts like those to be continued."""
     settings = DistilSettings(
         epochs=epochs,
         length=length,
         tokens_per_step=tokens_per_step,
         depths=depths,
+        one_head=one_head,
         loss=loss,
         rate=rate,
         written=written,
@@ -109,6 +116,7 @@ def distil(
             "--draft-vocab-size": draft_vocab_size,
             "--depths": depths,
             "--term": term,
+            "--one-head": one_head or None,
         },
         kind,
     )
@@ -121,16 +129,18 @@ def distil(
     with starting():
         from heavypath.speculative.cli.support import load
         from heavypath.speculative.distillation import distil as train
-        from heavypath.speculative.training.beginnings import draft_of_layers, new_block, new_head
+        from heavypath.speculative.training.beginnings import draft_of_layers, new_block, new_head, new_medusa
         from heavypath.speculative.training.documents import read_documents
 
     pair = load(target, None, dtype, device=device, threads=threads, offline=offline)
     documents = read_documents(data, pair.tokenizer)
     torch.manual_seed(seed)
     if chosen is not None:
-        draft: EagleHead | BlockHead | PreTrainedModel = draft_of_layers(pair.target, chosen)
+        draft: EagleHead | BlockHead | MedusaHeads | PreTrainedModel = draft_of_layers(pair.target, chosen)
     elif config is not None:
         draft = _model_of(config)
+    elif kind == "medusa":
+        draft = new_medusa(pair.target, heads=depths or 5)
     else:
         tokens = _tokens(pair.target, documents, draft_vocab_size)
         blocks: dict[str, Any] = {"block_size": depths, "term": "" if term == "none" else term}

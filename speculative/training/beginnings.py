@@ -1,4 +1,4 @@
-"""Make untrained drafts for a target: a head, a block draft, or a model of some of the target's layers."""
+"""Make untrained drafts for a target: heads of three kinds, or a model of some of the target's layers."""
 
 import copy
 import re
@@ -14,6 +14,7 @@ from heavypath.speculative.drafts.blocks.head import BlockHead
 from heavypath.speculative.drafts.blocks.terms import MARKOV_TERMS
 from heavypath.speculative.drafts.heads.config import HeadConfig
 from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.drafts.medusa.heads import MedusaConfig, MedusaHeads
 from heavypath.speculative.training.documents import Document, check_tokens
 from heavypath.speculative.training.teacher import layers_of
 
@@ -88,6 +89,27 @@ def new_block(
         options={"variant": term, "rank": rank, "bias": term in ("gated", "rnn")} if term else {},
     )
     return _with_tokens(BlockHead(config), target, tokens)
+
+
+def new_medusa(target: PreTrainedModel, heads: int = 5, layers: int = 1, *, own_lm_heads: bool = True) -> MedusaHeads:
+    """Medusa heads (arXiv 2401.10774) that begin as the target's lm_head: their layers add nothing.
+
+    heads:        number of heads, which is the largest number of levels of a tree that they draft
+    layers:       number of layers of each head
+    own_lm_heads: whether each head has an lm_head, of V * H weights, which begins as the target's; if not, all use
+                  the target's, which does not learn
+
+    Raises ValueError for heads or layers below 1.
+    """
+    if heads < 1 or layers < 1:
+        raise ValueError(f"heads and layers must be 1 or more, got {heads} and {layers}")
+    text: Any = target.config.get_text_config(decoder=True)
+    config = MedusaConfig(heads, layers, text.hidden_size, text.vocab_size, own_lm_heads)
+    medusa = MedusaHeads(config).to(target.device)
+    if medusa.lm_heads is not None:
+        lm_head: Any = target.get_output_embeddings()
+        medusa.lm_heads.data.copy_(lm_head.weight.detach().expand_as(medusa.lm_heads))
+    return medusa
 
 
 def default_taps(layers: int) -> tuple[int, ...]:

@@ -24,7 +24,8 @@ class Learnt(NamedTuple):
     """The result of a batch; of a part of a batch, its contribution to both.
 
     loss: [], the weighted loss
-    overlaps: [K], the mean of sum_v min(P, Q) at each depth, which is the chance that a drafted token is accepted
+    overlaps: [K], the mean of sum_v min(P, Q) at each depth, which is the chance that a drafted token is accepted; NaN
+        at depths whose weight is 0
     """
 
     loss: Tensor
@@ -59,19 +60,22 @@ def learn(
     target_logits: a function from the target's last hidden states to its logits, `Teacher.logits`; for kept rows to
                    those of the student's tokens, `KeptStates.logits`
     loss:          one of `training.losses`
-    weights:       the weight of each depth; their number is the number of depths
+    weights:       the weight of each depth; their number is the number of depths. No logits are computed for weight 0
     share:         the rows' share of the batch, if they are only a part of it
     """
     with student.autocast():
         outputs = student.outputs(rows, len(weights))
     zeros = partial(torch.zeros, dtype=torch.float32, device=outputs[0].device)
     found = Learnt(zeros(()), zeros(len(outputs)))
-    gradients = [torch.zeros_like(output) for output in outputs]
+    gradients = {depth: torch.zeros_like(output) for depth, output in enumerate(outputs) if weights[depth]}
     for depth, entries, _, target_logprobs in _pieces(student, rows, target_logits, outputs):
+        if depth not in gradients:
+            found.overlaps[depth] = torch.nan
+            continue
         hidden = outputs[depth][:, entries].detach().requires_grad_()
         part = share * hidden.shape[1] / outputs[depth].shape[1]
         with student.autocast():
-            draft_logits = student.logits(hidden)
+            draft_logits = student.logits(hidden, depth)
         losses, overlaps = loss(target_logprobs, draft_logits)
         weighted = weights[depth] * part * losses.mean()
         weighted.backward()
@@ -79,7 +83,7 @@ def learn(
         gradients[depth][:, entries] = hidden.grad
         found.loss.add_(weighted.detach())
         found.overlaps[depth] += part * overlaps.detach().mean()
-    torch.autograd.backward(outputs, gradients)
+    torch.autograd.backward([outputs[depth] for depth in gradients], [*gradients.values()])
     return found
 
 
@@ -105,7 +109,7 @@ def measure_agreement(
         for depth, entries, logits, target_logprobs in _pieces(student, taught, teacher.logits, outputs):
             hidden = outputs[depth][:, entries]
             with student.autocast():
-                draft_logits = student.logits(hidden)
+                draft_logits = student.logits(hidden, depth)
             overlap, _ = overlap_and_divergence(target_logprobs, draft_logits)
             best = draft_logits.argmax(-1)
             best = best if student.tokens is None else student.tokens[best]

@@ -14,9 +14,12 @@ class DistilSettings:
     length:           tokens of a row; a head drafts worse in sequences that are longer than its rows
     tokens_per_step:  tokens of a batch
     depths:           levels below the root for which a draft is trained. For a head, the number of steps of its
-                      training-time test, default 5. For a block draft, its block_size or None. For a draft model, None
-    decay:            factor of the loss from one depth to the next; default: a head 0.8, a block draft 0.85. None for
-                      a draft model
+                      training-time test, default 5. For a block draft, its block_size or None; for Medusa heads, their
+                      number or None. For a draft model, None
+    decay:            factor of the loss from one depth to the next; default: a head and Medusa heads 0.8, a block draft
+                      0.85. None for a draft model
+    one_head:         whether each step trains one of the Medusa heads alone, drawn at random. A step then takes less
+                      time, and less memory for gradients. Only for Medusa heads
     loss:             "tv-kl" or "lk", see `training.losses`
     rate:             Muon's peak learning rate; AdamW's is two thirds of it. Default: 2 / hidden size of the draft. The
                       shipped head, of size 320, learnt best at 0.006; the best rate falls with the size (Yang et al.
@@ -40,6 +43,7 @@ class DistilSettings:
     tokens_per_step: int = 8192
     depths: int | None = None
     decay: float | None = None
+    one_head: bool = False
     loss: str = "tv-kl"
     rate: float | None = None
     written: float = 0.3

@@ -1,4 +1,4 @@
-"""`Student`: one interface for training a head, a block draft or a draft model."""
+"""`Student`: one interface for training drafts of all kinds; a head, a block draft or a draft model as one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Student:
     module:  the draft's module, whose parameters are trained
     outputs: outputs(rows, depths) -> the draft's hidden states [R, N, H] for each depth. Entry i at depth k (from 0)
              predicts the same token as the target's hidden state number i * stride + k + first
-    logits:  logits(hidden states [R, N, H]) -> [R, N, Vd]
+    logits:  logits(hidden states [R, N, H], their depth) -> [R, N, Vd]
     first, stride: see `outputs`; stride is the number of tokens between two entries
     tokens:  LongTensor[Vd], the target's tokens that the draft can propose; None for all
     dtype:   dtype of matrix products, if it differs from that of the weights
@@ -32,7 +32,7 @@ class Student:
 
     module: nn.Module
     outputs: Callable[[Taught, int], list[Tensor]]
-    logits: Callable[[Tensor], Tensor]
+    logits: Callable[[Tensor, int], Tensor]
     first: int
     stride: int = 1
     tokens: Tensor | None = None
@@ -52,7 +52,7 @@ def student_of_head(head: EagleHead, target: PreTrainedModel) -> Student:
     def outputs(rows: Taught, depths: int) -> list[Tensor]:
         return chain_outputs(head, rows, embedding, depths)
 
-    def logits(hidden: Tensor) -> Tensor:
+    def logits(hidden: Tensor, depth: int) -> Tensor:
         return lm_head(head.before_lm_head(hidden).to(lm_head.weight.dtype))
 
     return Student(head, outputs, logits, first=1, tokens=_tokens_of(head))
@@ -68,7 +68,7 @@ def student_of_block(head: BlockHead, target: PreTrainedModel) -> Student:
     def outputs(rows: Taught, depths: int) -> list[Tensor]:
         return block_outputs(head, rows, embedding, depths)
 
-    def logits(hidden: Tensor) -> Tensor:
+    def logits(hidden: Tensor, depth: int) -> Tensor:
         return block_logits(head, hidden, lm_head)
 
     return Student(head, outputs, logits, first=0, stride=head.config.block_size, tokens=_tokens_of(head))
@@ -80,7 +80,7 @@ def student_of_model(draft: PreTrainedModel) -> Student:
     def outputs(rows: Taught, depths: int) -> list[Tensor]:
         return [draft.base_model(input_ids=rows.tokens.long(), use_cache=False).last_hidden_state]
 
-    return Student(draft, outputs, lambda hidden: logits_behind(draft, hidden), first=0)
+    return Student(draft, outputs, lambda hidden, depth: logits_behind(draft, hidden), first=0)
 
 
 def _tokens_of(head: EagleHead | BlockHead) -> Tensor | None:

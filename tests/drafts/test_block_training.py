@@ -47,7 +47,7 @@ def of_decoding(head, target, texts):
 def test_training_sees_the_laws_that_are_drafted(head, target, texts):
     student, expected = student_of_block(head, target), of_decoding(head, target, texts)[0]
     for depth, outputs in enumerate(student.outputs(Teacher(target, head.config.taps)(texts), SIZE)):
-        found = student.logits(outputs)
+        found = student.logits(outputs, depth)
         own = expected[:, :, depth] if student.tokens is None else expected[:, :, depth, student.tokens]
         torch.testing.assert_close(found.double(), own.double(), rtol=0, atol=1e-5)
 
@@ -86,7 +86,7 @@ def test_it_learns_what_the_target_says_at_the_tokens_drafted(positions, head, t
     learnt = learn(student, rows, teacher.logits, tv_kl, weights)
     logprobs = target_logits.log_softmax(-1) if tokens is None else target_logits.log_softmax(-1)[..., tokens]
     outputs = student.outputs(rows, SIZE)
-    losses = [tv_kl(logprobs[:, :, k], student.logits(outputs[k]))[0].mean() for k in range(SIZE)]
+    losses = [tv_kl(logprobs[:, :, k], student.logits(outputs[k], k))[0].mean() for k in range(SIZE)]
     loss = sum(weight * each for weight, each in zip(weights, losses, strict=True))
     torch.testing.assert_close(learnt.loss.double(), loss.double(), rtol=0, atol=1e-6)
     learning_now = [weight for weight in head.parameters() if weight.grad is not None]

@@ -12,9 +12,11 @@ from block_checkpoints import random_block
 from command_line import save_llama
 from distil_cases import TINY, greedy, overlaps, silent, texts
 from head_training_cases import VOCABULARY, random_rows, tiny_head, tiny_target
+from tiny_models import tiny_llama
 from transformers import LlamaForCausalLM
 
 from heavypath.speculative import (
+    MedusaHeads,
     SpeculativeDecoder,
     distil,
     distillation,
@@ -23,7 +25,9 @@ from heavypath.speculative import (
     most_frequent,
     new_block,
     new_head,
+    new_medusa,
 )
+from heavypath.speculative.drafts.medusa.heads import MedusaConfig
 from heavypath.speculative.training import own_text
 from heavypath.speculative.training.beginnings import default_taps
 from heavypath.speculative.training.documents import Document
@@ -38,7 +42,7 @@ NONE = torch.zeros(0, dtype=torch.int32)
     ("kind", "loss"),
     [
         ("head", "tv-kl"), ("few tokens", "lk"), ("layers", "tv-kl"), ("model", "lk"), ("block", "tv-kl"),
-        ("block of few tokens", "lk"),
+        ("block of few tokens", "lk"), ("medusa", "tv-kl"),
     ],
 )  # fmt: skip
 def test_every_kind_of_draft_learns_and_loads_again(kind, loss, tmp_path):
@@ -51,11 +55,13 @@ def test_every_kind_of_draft_learns_and_loads_again(kind, loss, tmp_path):
         "model": lambda: LlamaForCausalLM(target.config),
         "block": lambda: new_block(target),
         "block of few tokens": lambda: new_block(target, most_frequent(documents, 20, VOCABULARY), term="vanilla"),
+        "medusa": lambda: new_medusa(target, 3),
     }
     draft, settings = drafts[kind](), replace(TINY, loss=loss, epochs=3)
     record = distil(draft, target, documents, folder, settings, say=silent)
     assert all(late > early + 0.02 for early, late in zip(*overlaps(record), strict=True))
-    assert {"config.json", "model.safetensors", "record.json"} <= {path.name for path in folder.iterdir()}
+    weights = "medusa_lm_head.safetensors" if kind == "medusa" else "model.safetensors"
+    assert {"config.json", weights, "record.json"} <= {path.name for path in folder.iterdir()}
     assert json.loads((folder / "record.json").read_text())["settings"]["rate"] == TINY.rate
     assert record["tokens"] == record["steps"] * TINY.tokens_per_step
     assert {"target", "draft", "seconds", "loss", "machine", "versions"} <= record.keys()
@@ -83,17 +89,19 @@ def test_a_draft_has_the_targets_dtype_and_exact_rotary_frequencies_and_the_targ
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("kind", ["head", "block"])
+@pytest.mark.parametrize("kind", ["head", "block", "medusa", "medusa, one head a step"])
 def test_a_training_that_was_interrupted_goes_on_to_the_same_draft_with_its_own_settings_alone(
     kind, tmp_path, monkeypatch
 ):
     """By Ctrl-C during step 7, after which there is a checkpoint, as after each third step."""
     monkeypatch.setattr(own_text, "ROWS_AT_ONCE", 4)
     target, documents, parts = tiny_target(), texts(), tmp_path / "parts"
-    settings = replace(TINY, epochs=2, checkpoint_steps=3)
+    settings = replace(TINY, epochs=2, checkpoint_steps=3, one_head="one" in kind)
 
     def draft(seed):
         torch.manual_seed(seed)
+        if kind.startswith("medusa"):
+            return new_medusa(target, 3)
         return tiny_head(seed) if kind == "head" else new_block(target, block_size=4)
 
     whole, first, second = draft(1), draft(1), draft(2)
@@ -143,6 +151,13 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     )
     refused("depths of a block draft is its block_size, 7, got 5", draft=new_block(target), depths=5)
     refused("two blocks of 9 tokens, got 16", draft=new_block(target, block_size=9))
+    refused("depths of Medusa heads is their number, 5, got 4", draft=new_medusa(target), depths=4)
+    refused("one_head is for Medusa heads, got a draft of type EagleHead", one_head=True)
+    refused("length must be larger than the depths, .* got 16", draft=new_medusa(target, 15))
+    other = tiny_llama(0, VOCABULARY, 1, hidden_size=32)
+    refused("Medusa heads are for a target of width 32, got a target of width 16", draft=new_medusa(other))
+    without_layers = MedusaHeads(MedusaConfig(2, 0, 16, VOCABULARY, owns_lm_heads=True))
+    refused(r"Medusa heads without layers .*; make some by new_medusa\(target\)", draft=without_layers)
     refused("depths and decay must be None", draft=draft_of_layers(target, [0]), depths=3, decay=0.5)
     refused("a step takes 128 rows, the data have", tokens_per_step=2048)
     refused("the data have token 24, the target has 24", documents=[Document(torch.tensor([24]).int(), NONE)])
@@ -209,12 +224,14 @@ def test_the_command_refuses_in_one_line(heavypath, tmp_path):
     for arguments, said in {
         (text, "--layers", "0,x"): "--layers must be numbers of the target's layers",
         (text, "--layers", "0", "--config", config): "--layers and --config are of different kinds",
-        (text, "--layers", "0", "--depths", 3): "--depths is of --kind head or block, not of model",
+        (text, "--layers", "0", "--depths", 3): "--depths is of --kind head or block or medusa, not of model",
         (text, "--kind", "block", "--config", config): "--config is of --kind model, not of block",
         (text, "--term", "rnn"): "--term is of --kind block, not of head",
         (text, "--kind", "block", "--term", "rn"): "--term must be one of gated, vanilla, rnn, none, got 'rn'",
         (text, "--kind", "model"): "--kind model needs --layers",
-        (text, "--kind", "tree"): "--kind must be one of head, model, block, got 'tree'",
+        (text, "--kind", "tree"): "--kind must be one of head, model, block, medusa, got 'tree'",
+        (text, "--kind", "block", "--one-head"): "--one-head is of --kind medusa, not of block",
+        (text, "--kind", "medusa", "--draft-vocab-size", 20): "--draft-vocab-size is of --kind head or block, not of",
         (text, "--config", config): "cannot make a causal language model of --config",
         (text, "--loss", "kl"): "loss must be one of tv-kl, lk, got 'kl'",
         (text,): "give more text or shorter rows",
@@ -227,7 +244,7 @@ def test_the_command_refuses_in_one_line(heavypath, tmp_path):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("kind", ["--layers", "--config", "--draft-vocab-size", "--kind"])
+@pytest.mark.parametrize("kind", ["--layers", "--config", "--draft-vocab-size", "block", "medusa"])
 def test_the_command_trains_each_kind_of_draft_and_generate_takes_it(kind, heavypath, tmp_path):
     model, words = tmp_path / "target", [f"w{number}" for number in range(VOCABULARY)]
     save_llama(model, words)
@@ -236,9 +253,9 @@ def test_the_command_trains_each_kind_of_draft_and_generate_takes_it(kind, heavy
     (tmp_path / "data.txt").write_text(" ".join(words[token] for token in random_rows(5, 1, 900).tokens[0].tolist()))
     target.config.save_pretrained(tmp_path / "config")
     values = {"--layers": "0,2", "--config": tmp_path / "config" / "config.json", "--draft-vocab-size": 20}
-    value = (values | {"--kind": "block"})[kind]
+    chosen = (kind, values[kind]) if kind in values else ("--kind", kind)
     short = ("--length", 40, "--tokens-per-step", 160, "--epochs", 1)
-    draft = ("--target", model, kind, value, "--out", tmp_path / "draft")
+    draft = ("--target", model, *chosen, "--out", tmp_path / "draft")
     code, _, errors = heavypath("distil", tmp_path / "data.txt", *draft, *short)
     assert (code, "drafts with it" in errors) == (0, True)
     continued = ("generate", "w3 w5", "--target", model, "--max-new-tokens", 8)
