@@ -44,6 +44,7 @@ from heavypath.speculative import (
     most_frequent,
     new_block,
     new_head,
+    new_medusa,
 )
 from heavypath.speculative.decoding.graphs import Graph, Graphs
 from heavypath.speculative.models import ahead
@@ -455,11 +456,12 @@ def test_streamers_criteria_and_traces_see_what_an_eager_text_shows(pair, tmp_pa
     assert len(traces[0]) == len(traces[1]) > 0
 
 
-@pytest.mark.parametrize("kind", ["head", "few tokens", "layers", "block"])
+@pytest.mark.parametrize("kind", ["head", "few tokens", "layers", "block", "medusa"])
 def test_a_draft_is_trained_on_the_gpu(kind, tmp_path):
     target, documents = tiny_llama(1, layers=2, hidden_size=32, vocab_size=50).cuda(), texts()
     few = most_frequent(documents, 20, 50) if kind == "few tokens" else None
     drafts = {"layers": lambda: draft_of_layers(target, [1]), "block": lambda: new_block(target)}
+    drafts["medusa"] = lambda: new_medusa(target)
     draft = drafts.get(kind, lambda: new_head(target, few))()
     settings = replace(TINY, epochs=4, written=size(0.2, 0.0))
     record = distil(draft, target, documents, tmp_path / "draft", settings, say=silent)

@@ -9,10 +9,10 @@ from heavypath.speculative.drafts.medusa.heads import MedusaHeads
 from heavypath.speculative.files.hub import WEIGHTS
 
 
-def save_medusa(heads: MedusaHeads, folder: str | Path, target_name: str) -> None:
+def save_medusa(heads: MedusaHeads, folder: str | Path, target_name: str | None) -> None:
     """Write heads to a folder, in their own dtype; `load_medusa` returns equal heads.
 
-    target_name: the target's folder or name, which other programs look for in config.json
+    target_name: the target's folder or name, which other programs read in config.json; None if it has none
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
