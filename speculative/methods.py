@@ -406,7 +406,10 @@ def asked_row(method: str, options: Mapping[str, Any]) -> Method:
         return row
     own = load("checked_verifier")(own)
     if row.verification == "typical":
-        raise ValueError(f"{method!r} is its verification; with a verifier of your own give another method, as 'top-k'")
+        raise ValueError(
+            f"{method!r} is its verification; with a verifier of your own give another method, as 'rsd-c', whose "
+            "children are drawn from the draft without replacement"
+        )
     return replace(row, verification=OWN, verifier=own)
 
 
@@ -438,7 +441,10 @@ def rules_of(
         draft_filters,
         # Do not fill where uniformly sampled tokens would be rejected: for drafts without a model, which propose few
         # tokens on purpose; after the last position of a draft model; and where logits processors exclude tokens.
-        fill=row.fill and draft.proposes_all(request.most_tokens) and request.processors is None,
+        # Nor for a user's verifier, which expects that all children were drawn from Q.
+        fill=(
+            row.fill and draft.proposes_all(request.most_tokens) and request.processors is None and verification != OWN
+        ),
         value_temperature=options.get("draft_temperature") or VALUE_TEMPERATURE,
         changes=changes if request.processing is None else (*changes, request.processing),
         verifier=None if verification == "greedy" else row.verifier,

@@ -71,7 +71,7 @@ class TreesByBatch:
         self._standing_for = cache(partial(standing_for, batches=(*self.by_batch,)))
         for tree in self.by_batch.values():
             if not isinstance(tree, TokenTree | Growth):
-                raise TypeError(f"a tree policy must return a TokenTree or a Growth, got {tree!r}")
+                raise TypeError(f"a tree policy must return a TokenTree, as TokenTree.chain(4), got {tree!r}")
 
     @property
     def trees(self) -> tuple[TokenTree | Growth, ...]:

@@ -45,7 +45,8 @@ def top_down(rule: NodeRule) -> Callable[..., Verified]:
         L [B, N, V] of all nodes in one call. P and Q are after temperature and filters. On a GPU the rule is captured
         in a CUDA graph, so it must not synchronise with the host
 
-    At temperature 0 decoding is greedy, and the rule is not called. The verifier raises TypeError or ValueError if the
+    The rule must be lossless for the way in which the method draws children, which is not checked. At temperature 0
+    decoding is greedy, and the rule is not called. The verifier raises TypeError or ValueError if the
     rule returns no distributions; on a GPU it checks only their shape. It raises ValueError for a draft at temperature
     0 if the target samples, because such children are drawn from no Q.
     """

@@ -213,7 +213,8 @@ def _check_tokens(input_ids: object, model_inputs: object, target: Forward) -> N
         how = "; pass tokenizer(text, return_tensors='pt').input_ids, or the whole with ** before it"
         raise ValueError(f"input_ids must be a LongTensor [B, T], got {type(input_ids).__name__}{how}")
     if input_ids.dim() != 2 or input_ids.dtype != torch.long:
-        raise ValueError(f"input_ids must be a LongTensor [B, T], got {input_ids.dtype} {[*input_ids.shape]}")
+        how = "; give input_ids[None] for one prompt" if input_ids.dim() == 1 else ""
+        raise ValueError(f"input_ids must be a LongTensor [B, T], got {input_ids.dtype} {[*input_ids.shape]}{how}")
     if 0 in input_ids.shape:
         given = f"got input_ids of shape {[*input_ids.shape]}"
         if isinstance(model_inputs, Mapping) and "inputs_embeds" in model_inputs:
@@ -248,7 +249,8 @@ def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     if mask.shape != input_ids.shape or (mask.diff(dim=1) < 0).any() or not mask[:, -1].all():
         raise ValueError(
             f"attention_mask must be zeros (left padding) then ones, {[*input_ids.shape]} like input_ids, "
-            f"got {attention_mask.tolist() if mask.numel() <= 64 else [*mask.shape]}"
+            f"got {attention_mask.tolist() if mask.numel() <= 64 else [*mask.shape]}; a tokenizer pads so with "
+            "padding_side='left'"
         )
     return mask.ne(0).sum(1)
 

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from difflib import get_close_matches
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from heavypath.kernels.native.recording import refuse
 from heavypath.speculative.drafts.draft import Draft, Feed
@@ -43,9 +43,10 @@ class OwnDraft(Draft):
         self._has_cache = not {*_OF_THE_CACHE} <= {*absent} or any(_similar(draft, name) for name in _OF_THE_CACHE)
         lacking = [_lacking(draft, name) for name in absent if self._has_cache or name not in _OF_THE_CACHE]
         if lacking:
+            order = "; write nn.Module before Draft" if isinstance(draft, nn.Module) else ""
             raise TypeError(
                 f"draft must be {_EXPECTED}, got {self.name!r}, which lacks {' and '.join(lacking)}; a Draft has "
-                f"{_call('__call__')}, and {' and '.join(map(_call, _OF_THE_CACHE))} if it remembers sequences"
+                f"{_call('__call__')}, and {' and '.join(map(_call, _OF_THE_CACHE))} if it remembers sequences{order}"
             )
         for name, parameters in _METHODS.items():
             if name in absent:

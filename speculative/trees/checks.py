@@ -41,7 +41,8 @@ def check_given(method: str, usual: TokenTree | Growth, tree: object, others: li
     others: names of the other options given that set a tree's shape
     """
     if not isinstance(tree, TokenTree):
-        raise TypeError(f"tree must be a TokenTree, got {type(tree).__name__}")
+        how = f"; for a number of nodes give tree_size={tree}" if isinstance(tree, int) else ""
+        raise TypeError(f"tree must be a TokenTree, got {type(tree).__name__}{how}")
     if others:
         raise ValueError(f"tree says all of the tree's shape; leave out {', '.join(others)}")
     if isinstance(usual, Growth):

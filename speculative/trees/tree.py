@@ -182,7 +182,7 @@ class TokenTree:
         if not self.is_depth_first:
             raise ValueError(
                 f"subtree_end needs depth-first order, but node {1 + self._strays.argmax()} breaks it; "
-                "take tree.reordered('depth_first')[0]"
+                "take tree.reordered('heavy_path')[0]"
             )
         return _tensor(np.arange(len(self)) + self._sizes)
 

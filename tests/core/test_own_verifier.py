@@ -51,6 +51,21 @@ def test_a_verifier_gets_all_that_the_methods_own_one_needs(method, tiny_pair):
     assert len(calls) == own.stats.steps > 5
 
 
+def test_children_for_an_own_verifier_are_all_drawn_from_the_draft(tiny_pair):
+    """Sequoia's own rule gets further children once the draft has no token left, which other rules do not expect."""
+    seen = []
+
+    def note(nodes, target_logits, draft_logits, **options):
+        seen.append((nodes.tokens >= 0).sum(-1).tolist())
+        return sample_the_target(nodes, target_logits, draft_logits, **options)
+
+    options = {"tree": TokenTree.from_branching([4]), "draft_top_k": 2}
+    SpeculativeDecoder(*tiny_pair, "sequoia", verifier=note, **options).generate(PROMPT[None], 6, temperature=0.8)
+    assert seen
+    assert all(count in ([1], [3]) for count in seen), seen
+    assert [3] in seen
+
+
 def test_noise_rows_of_an_own_verifier_are_never_given_twice(tiny_pair):
     """ersd's own noise is keyed by position, and would come again in the next step: an own verifier gets fresh rows."""
     seen = []
