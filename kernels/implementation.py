@@ -65,7 +65,7 @@ def choose_impl(function: str, impl: str, tensor: Tensor, *, native: bool = Fals
             return _triton(function)
         if native and tensor.is_cpu and library() is not None:
             return "native"
-        refuse(function)
+        refuse(function)  # a recording would not run PyTorch again
         return "torch"
     if impl == "native" and native:
         if not tensor.is_cpu:

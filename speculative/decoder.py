@@ -298,8 +298,8 @@ class SpeculativeDecoder:
             raise ValueError(f"the draft can draft {most} levels of a tree, got one of {levels} levels")
         if drafts and not self._draft.can_rest and min(sizes) == 1:
             raise ValueError(
-                "this draft cannot read later what was written while it drafted nothing: the tree policy must give "
-                "trees of two nodes and more, or the root alone always"
+                "this draft cannot read later what was written in steps without drafting: the tree policy must give "
+                "trees of two nodes and more in every step, or the root alone in every step"
             )
         rules = rules_of(self.method, self._row, self._options, request, self._draft, self.profile)
         if rules.verification == "held_traversal" and tree.grows and tree.branching > 1:

@@ -91,7 +91,7 @@ class Method:
         if not callable(self.tree_of):
             raise TypeError(f"tree_of must be a function of a size, got {type(self.tree_of).__name__}")
         for option in self.options:
-            _check_word("a parameter of tree_of behind the size", option, OPTIONS)
+            _check_word("a parameter of tree_of after the size", option, OPTIONS)
 
     def at(self, temperature: float, draft_temperature: float | None = None) -> tuple[str, str]:
         """The names of the draw and the verification at these temperatures, as `Rules` has them.
@@ -380,8 +380,8 @@ def row_of(method: str, verifier: str | None = None) -> Method:
             )
         fitting = ", ".join(name for name, other in METHODS.items() if verifier in other.verifiers)
         raise ValueError(
-            f"verifier {verifier!r} needs children that are weighed by rejection, which those of {fitting} are; "
-            f"method {method!r} is verified by {row.verification!r}: leave the verifier out"
+            f"verifier {verifier!r} replaces recursive rejection, by which only {fitting} are verified; method "
+            f"{method!r} is verified by {row.verification!r}: leave the verifier out"
         )
     return row.verified_by(verifier)
 

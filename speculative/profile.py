@@ -66,7 +66,8 @@ class MeasuredAcceptance:
     reached: [depth], at how many nodes children were offered
     moments: [child][5], sums over the nodes at which the child was tried: of 1, q, q^2, y and q y. q is the draft's
         probability of the child among the tokens not yet drawn; y is 1 if the child was accepted, else 0
-    texts: for each measured sequence the ranks of its tokens, separated by spaces; empty if only counts are known
+    texts: for each measured sequence the ranks of its tokens, separated by spaces: the accepted child's index, -1 if
+        none was accepted, -2 if none was offered; empty if only counts are known
     moments_by_depth: moments of each of the first depths, for its first children; empty if not kept per depth
     temperatures: for each depth the number by which the draft's logits were divided; empty for 1 at all depths
     """

@@ -138,7 +138,7 @@ def do(call: Callable[[], object], kept: object = None) -> None:
 
 
 def refuse(obstacle: str) -> None:
-    """Mark the current recording, if there is one, as one that cannot be replayed."""
+    """Mark the current recording, if there is one, as one that cannot be replayed; the caller goes on."""
     recording: Recording | None = getattr(_of_thread, "recording", None)
     if recording is not None:
         recording.obstacle = recording.obstacle or obstacle

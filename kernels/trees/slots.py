@@ -80,7 +80,7 @@ class Policy(NamedTuple):
     lines: Tensor | None
 
     def slots_below(self, draws: TopK) -> int:
-        """Return how many slots the level has for which children were drawn, [B, n, K]."""
+        """Return the number of slots of the next level. draws: its candidates, K children of n nodes, [B, n, K]."""
         _, parents, most = draws.tokens.shape
         return self.width if self.by == "beam" else min(self.width, parents * most)
 

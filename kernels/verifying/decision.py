@@ -1,14 +1,16 @@
 """Decide on a GPU, for all nodes of a tree in parallel, which child is accepted if the walk reaches the node.
 
 `residual`, `held` and `k_seq` have the formulas and references for one node. Several programs share a node's rows of
-logits in the one pass that normalises them, and the last of them to finish tries the children. It leads the passes that
-this takes, which programs at the end of the grid share with it (see `sharing`). It stores the accepted child and, if
-none is accepted, the distribution of the recovered token, as a few numbers that define
+logits in the one pass that normalises them, and the last of them to finish tries the children. Each child after the
+first needs a sum over the whole row, a pass. This program leads the passes, and programs at the end of the grid, which
+are free by then, take part in them (see `sharing`). It stores the accepted child and, if none is accepted, the
+distribution of the recovered token, as a few numbers that define
 
     P(v) - share * min(P(v), l Q(v))
 
-where P and Q may be restricted to tokens that no rejected child has. A pass sums these weights, so programs that share
-it read the numbers from the same memory as the later draw of the token (see the facts in `distributions`).
+where l is the factor of Q that is covered already, share the part of it that is subtracted (1 except in K-SEQ), and P
+and Q may be restricted to tokens that no rejected child has. A pass sums these weights, so programs that take part read
+the numbers from memory, where `walk` reads them again when it draws the token (see the facts in `distributions`).
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -368,6 +370,8 @@ class Decided(NamedTuple):
 
 def decide(inputs: VerifyInputs) -> Decided:
     """Decide for all nodes [B, N] which child they accept, by a method of DRAFT_AWARE.
+
+    A method that looks at the whole tree comes here only without a draft, where the tree is its root.
 
     inputs: from `laid_out`
     """

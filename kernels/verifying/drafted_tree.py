@@ -141,7 +141,10 @@ def tree_arguments(inputs: VerifyInputs) -> dict[str, Any]:
 
 
 def cut_arguments(inputs: VerifyInputs, both: bool = True) -> dict[str, Any]:
-    """Return the kernels' arguments for filters, by parameter name; both: whether to filter the draft's rows, too."""
+    """Compute the cuts of filters, a launch for each side that has any; return the kernels' arguments by name.
+
+    both: whether to filter the draft's rows, too
+    """
     draft = inputs.draft_logits
     cuts = filter_cuts(inputs.target_logits, inputs.target_filters)
     draft_cuts = filter_cuts(draft, inputs.draft_filters) if both and draft is not None else None

@@ -145,9 +145,9 @@ def undrawn(left_out_ptr, V, index, order, first, passed, log_q, draft_outside, 
 
     first: as `first_of_token`, so that a token of several children counts once. A child that is passed over is `passed`
     with all that have its token.
-    rest: log2 l; and since the last restart `uniform_log_q` as in `distributions`, the number of tokens left then, and
-    the children passed before it. Returns log2 R, whether the offers restart, and the new `rest`; these children are
-    also stored at left_out_ptr, for programs that share a pass.
+    rest: (log2 l, `uniform_log_q` as in `distributions`, the number of tokens left at the last restart, the children
+    passed before it). Returns log2 R, whether the offers restart, and the new `rest`. At a restart the passed children
+    are also stored at left_out_ptr, for programs that share a pass.
     """
     log_multiple, uniform_log_q, tokens_at_restart, left_out = rest
     tokens_left = V - tl.sum(tl.where(first, passed, 0)).to(tl.float32)

@@ -108,7 +108,7 @@ def table(rows: list[dict], key: str = "method") -> Table:
 
 
 def costs_in_words(costs: Costs, batch: int) -> str:
-    """Return the costs of steps and levels for `batch` sequences, with errors, in milliseconds, as a text."""
+    """Return costs of steps and levels, with errors, in milliseconds, as a text. batch: of how many sequences."""
     steps = ", ".join(
         f"{size}: {_milliseconds(seconds, costs.step_error.get(size, 0.0))}" for size, seconds in costs.step.items()
     )

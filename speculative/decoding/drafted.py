@@ -182,7 +182,7 @@ def check_distributions(whose: str, logits: Tensor, state: Sequences, depths: in
     if logits.dtype == torch.float32 and logits.is_contiguous() and library() is not None:
         do(partial(_check_natively, whose, logits, state, depths))
         return
-    refuse("check_distributions")
+    refuse("check_distributions")  # a recording would not run the rest again
     if not logits.float().numpy().max() < torch.inf:  # true for NaN, too; NumPy has no bfloat16
         raise _no_distribution(whose, logits, state, depths)
 

@@ -122,7 +122,7 @@ class Rules:
                     noise=noise,
                 )
             )
-        refuse("a verifier in Python")
+        refuse("a verifier in Python")  # a recording would not call it again
         return self.verifier(
             nodes,
             target_logits,

@@ -86,7 +86,7 @@ def decode(
             levels=most_left - 1,
             longest=longest,
             lap=stats.lap,
-            ends=most_left == 1,
+            last=most_left == 1,
         )
         if outcome is None:
             continue
@@ -282,14 +282,15 @@ class Engine(Generic[Who]):
         self._snapshots = Snapshots[Sequence[Who]]([numbers, *looked_at], late=not waits and not self.on_host)
 
     def step(
-        self, plan: StepPlan, who: Sequence[Who], *, slots: int, levels: int, longest: int, lap: Lap, ends: bool = False
+        self, plan: StepPlan, who: Sequence[Who], *, slots: int, levels: int, longest: int, lap: Lap, last: bool = False
     ) -> Outcome[Who] | None:
         """Run a step; return its outcome or, if the host does not wait, that of the step before (None for the first).
 
         who: the sequences in the first slots, which the outcome returns; other arguments: as in `StepRunner.run`
-        ends: whether one more step ends all sequences. Then none is launched if one is still running
+        last: whether the next step ends all sequences. If a step is already running, it is that one, and no other is
+            launched
         """
-        if ends and self._snapshots.taken:
+        if last and self._snapshots.taken:
             taken = self._snapshots.next()
         else:
             self._stepped = self.runner.run(plan, self.workspace, slots=slots, levels=levels, longest=longest, lap=lap)

@@ -166,7 +166,7 @@ class Draft:
     def learn(self, prompts: Tensor, lengths: Tensor, new: Tensor, counts: Tensor) -> None:
         """Learn from finished sequences; here it does nothing.
 
-        prompts, lengths: LongTensor[B, T] and LongTensor[B], the prompts and their numbers of tokens
+        prompts, lengths: LongTensor[B, T] and LongTensor[B], the prompts, right-padded, and their numbers of tokens
         new, counts:      LongTensor[B, M] and LongTensor[B], the new tokens and their numbers
         """
 

@@ -116,7 +116,7 @@ class VerificationFit(NamedTuple):
         for name, case in self.cases.items():
             lines.append(
                 f"  {name:17} p = {case.fit.p_value:<9.3g} total variation {case.total_variation:7.4f} "
-                f"+- {case.error:.4f}, {case.detectable:.4f} is found; "
+                f"+- {case.error:.4f}, {case.detectable:.4f} would be found; "
                 f"{case.accepted:.2f} accepted; {case.fit.sequences:,} draws"
             )
             if name in self.departing:

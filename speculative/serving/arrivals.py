@@ -203,7 +203,10 @@ class Arrivals:
             raise Closed(f"the service is closed and takes no more requests{ended}") from self._error
 
     def put(self, arrival: Arrival) -> None:
-        """Add a request. Raises QueueFull if the queue or the client's half of it is full, and Closed after `close`."""
+        """Add a request.
+
+        Raises QueueFull if the queue is full or requests of this client fill half of it, and Closed after `close`.
+        """
         with self._lock:
             self.check_open()
             if self._count >= self.most and _going_on(self._all()) >= self.most:

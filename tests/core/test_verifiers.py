@@ -38,7 +38,7 @@ def test_without_a_verifier_a_method_has_that_of_the_kind_of_device(method, tiny
         assert stats.verification == (papers if verifier == "rejection" else named or papers)
         assert decoder.generate(PROMPT[None], 4).stats.verification == "greedy"
     if not METHODS[method].verifiers:
-        message = f"needs children .* chain, .*; method '{method}' is verified by '.*': leave"
+        message = f"replaces recursive rejection, .* chain, .*; method '{method}' is verified by '.*': leave"
         with pytest.raises(ValueError, match=message):
             SpeculativeDecoder(*tiny_pair, method, verifier="held")
 

@@ -90,7 +90,7 @@ class DSpineTerm(BlockTerm):
         self.scale = size**0.5
 
     def after_layer(self, layer: int, rows: Tensor, roots: Tensor) -> Tensor:
-        """The rows [B, R, H] after a layer's messages; after the last layer `finish` adds the messages.
+        """The rows [B, R, H] after a layer's messages; those of the last layer unchanged: `finish` adds its messages.
 
         rows: [B, R, H], the layer's output, the root's row first; roots: LongTensor[B], tokens
         """
