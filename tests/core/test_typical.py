@@ -79,17 +79,22 @@ def random_problem(seed):
 
 
 def test_every_tree_of_tokens_has_the_path_of_a_search_through_all_paths():
-    """All assignments of two tokens, or of absence, to the nodes of two trees, as one batch; and random trees."""
+    """All assignments of two tokens, or of absence, to the nodes of two trees, as one batch."""
     for parents in ([-1, 0, 0, 1, 2], [-1, 0, 1, 1, 0]):
         tree = TokenTree(parents)
         drafted = torch.tensor([*product(range(-1, 2), repeat=len(tree) - 1)])
         problem = Problem(tree, vocab_size=2, batch=len(drafted), limits=Typical(0.4, 0.9))
         problem.tokens[:, 1:] = drafted
         problem.check()
-    for seed in range(100):
-        random_problem(seed).check()
     for depth in (0, 1):
         Problem(TREES["3-ary"], vocab_size=7, seed=4).check(max_depth=depth)
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_random_trees_have_the_path_of_that_search(first):
+    """A hundred; a GPU has fewer, since kernels are compiled for each dtype, vocabulary and choice of filters."""
+    for seed in range(first, 100 if DEVICE == "cpu" else 8, 4):
+        random_problem(seed).check()
 
 
 def test_the_next_token_is_a_draw_from_p_at_the_end_of_the_path():

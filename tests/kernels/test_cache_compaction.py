@@ -36,11 +36,12 @@ def drawn(batch, nodes, places, prefix, garbage=-1):
 
 
 def loop(caches, path, length, prefix):
+    path, length, prefix = (values.tolist() for values in (path, length, prefix))  # which a GPU is asked for once
     for cache in caches:
         old = cache.clone()
         for b in range(len(path)):
-            for j in range(1, int(length[b]) + 1):
-                cache[b, :, prefix[b] + j] = old[b, :, prefix[b] + path[b, j]]
+            for j in range(1, length[b] + 1):
+                cache[b, :, prefix[b] + j] = old[b, :, prefix[b] + path[b][j]]
 
 
 def moved_by(impl, caches, *problem):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from devices import DEVICE, moved
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.nodes import EITHER_DRAW, Verified
@@ -13,7 +13,6 @@ from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import verify_tree
 from heavypath.speculative.trees.tree import TokenTree
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAIN = Filters()
 TREES = {
     "root": TokenTree([-1]),
@@ -35,8 +34,7 @@ class Compared:
     def verified(self, impl: str, **changes) -> Verified:
         given = [getattr(self, name) for name in self.tensors], self.options | changes
         if impl == "triton":
-            there = {key: value.to(DEVICE) if isinstance(value, Tensor) else value for key, value in given[1].items()}
-            given = [tensor.to(DEVICE) for tensor in given[0]], there
+            given = moved(given, DEVICE)
         return Verified(*(field.cpu() for field in type(self).function(*given[0], impl=impl, **given[1])))
 
     def agrees(self, **changes) -> bool:
