@@ -172,9 +172,11 @@ run_others() {
 run_large() {
     # Seven of eight layers fewer compile the same kernels; one process a method.
     if [ -z "$small" ]; then
-        step large-warm-up 100 bash -c 'for method in sequoia dyspec ersd; do
-            "$0" bench/large.py --target 8 4096 32 11008 --methods $method --new-tokens 12 --prompts 1 --minutes 1.4 & done
-            wait' "$python"
+        step large-warm-up 100 bash -c 'trap "kill \$(jobs -p)" INT # jobs of a script do not hear it themselves
+            for method in sequoia dyspec ersd; do
+                "$0" bench/large.py --target 8 4096 32 11008 --methods $method --new-tokens 12 --prompts 1 --minutes 1.4 &
+            done
+            wait; wait' "$python"
         step large 310 "$python" bench/large.py --minutes 4.3 --json "$out/large.json"
     else
         step large 90 "$python" bench/large.py "${small_models[@]}" --methods sequoia --sizes 4 --batches 1 \
@@ -194,7 +196,7 @@ run_stream() {
 run_kernels() {
     # Side by side what they launch is only compiled.
     step warm-up 90 "$python" -m pytest -q -p no:cacheprovider -o addopts=--import-mode=importlib "${workers[@]}" \
-        bench/kernels --benchmark-disable -k heavypath "${mini[@]}"
+        bench/kernels --benchmark-disable -k "heavypath or rows-few" "${mini[@]}" # "few rows" is ours, too
     kernel linear 90
     kernel attention 100
     kernel sampling 70
