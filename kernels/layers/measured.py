@@ -1,8 +1,8 @@
 """What measurements on GPUs showed to be faster.
 
 Both tables are empty. On an H200 requests made each pass slower, and all products of a pass by few_rows.py took longer
-with 64 rows, and up to 3% less time with 16 rows and 1 (bench/results/weight_stream-h200.json). It is not measured shape
-by shape yet.
+with 64 rows, and up to 3% less time with 16 rows and 1 (bench/results/weight_stream-h200.json). It is not measured for
+each shape yet.
 
 FASTER: shapes for which the kernel of few_rows.py is faster than cuBLAS (gated: than cuBLAS and silu).
         `python bench/kernels/bench_linear.py kernel_linear.json` prints what a GPU's results add.
