@@ -44,17 +44,17 @@ LAYERS = 32  # launches in a graph, each with a cache of its own
 HEAD_DIM = 128
 FEWEST = (64, 128, 256)
 TILES = (Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 4), Tiles(128, 64, 8, 3))  # besides the usual ones
-USUAL = kernel.MIN_SPLIT, "usual"
+USUAL_TILES: Any = launch.tiles_for
 
 
-def attention_of(heads: str, nodes: int, prefix: int, rows: int) -> Run:
-    """Attention of a tree in each of LAYERS caches of so many rows."""
+def attention_of(heads: str, nodes: int, prefix: int, cache_rows: int) -> Run:
+    """Attention of a tree of `nodes` nodes after `prefix` rows, in each of LAYERS caches."""
     query_heads, key_heads = map(int, heads.split("/"))
     end = random_tree(nodes).reordered("heavy_path")[0].subtree_end.to(DEVICE)
     length = torch.tensor(prefix, device=DEVICE)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     query = torch.randn(1, nodes, query_heads, HEAD_DIM, device=DEVICE, dtype=dtype).transpose(1, 2)
-    keys, values = torch.randn(2, LAYERS, 1, key_heads, rows, HEAD_DIM, device=DEVICE, dtype=dtype)
+    keys, values = torch.randn(2, LAYERS, 1, key_heads, cache_rows, HEAD_DIM, device=DEVICE, dtype=dtype)
 
     def run() -> None:
         for key, value in zip(keys, values, strict=True):
@@ -69,9 +69,6 @@ def chosen(fewest: int, tiles: Tiles | None) -> None:
     launch.tiles_for = USUAL_TILES if tiles is None else lambda *_: tiles
 
 
-USUAL_TILES: Any = launch.tiles_for
-
-
 def rows_of(given: argparse.Namespace) -> Iterator[Row]:
     """One row of results for each shape and choice; the usual one comes first."""
     for heads, nodes, prefix in product(given.heads, given.nodes, given.prefix):
@@ -82,8 +79,8 @@ def rows_of(given: argparse.Namespace) -> Iterator[Row]:
         for number, (fewest, each) in enumerate(dict.fromkeys(choices)):
             chosen(fewest, each)
             # As long as those of a workspace. A launch is planned once for each length, so each choice has its own.
-            rows = -(-(prefix + nodes) // 1024) * 1024 + 8 * number
-            run = attention_of(heads, nodes, prefix, rows)
+            cache_rows = -(-(prefix + nodes) // 1024) * 1024 + 8 * number
+            run = attention_of(heads, nodes, prefix, cache_rows)
             seconds = gpu_seconds(captured(run)) if DEVICE == "cuda" else timed(run)[0]
             usual = usual or seconds
             yield {
@@ -122,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         measured = (kept.append(row) or row for row in rows_of(given))
         report(measured, environment(DEVICE, given, "heads", "nodes", "prefix"), given.json)
     fewest, tiles = best_choice(kept)
-    print(f"best for all: MIN_SPLIT {fewest}, tiles {tiles}; now {USUAL[0]}, {USUAL[1]}")
+    print(f"best for all: MIN_SPLIT {fewest}, tiles {tiles}; now {kernel.MIN_SPLIT}, usual")
 
 
 if __name__ == "__main__":

@@ -94,7 +94,9 @@ def _attend(
     if readable is not None:
         inside = inside & readable[:, None]
     keys = tl.load(key_rows, mask=inside, other=0.0)
-    values = tl.load(value_rows, mask=inside, other=0.0)  # here, so that it is on its way together with the keys
+    values = tl.load(
+        value_rows, mask=inside, other=0.0
+    )  # before the first product, so that one wait for memory serves both
     if UPCAST:
         keys = keys.to(tl.float32)
         values = values.to(tl.float32)
@@ -226,7 +228,7 @@ def tree_attention_kernel(
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     blocks = tl.arange(0, TREE_BLOCKS)
-    if words is None:  # loaded here, so that the tree need not wait for it after the prefix
+    if words is None:  # the loads of the ends overlap with those of the prefix
         keys = blocks[:, None] * BLOCK_N + offsets[None, :]
         key_ends = tl.where(keys < nodes, nodes, 0)
         if ends is not None:
@@ -433,8 +435,8 @@ def _merge(
 ):
     """Merge the parts of some rows [MERGED] from `partial`: outputs [slots, D], then peaks [slots] and totals [slots].
 
-    Parts are added one after another, each with all rows at once: so a part waits for memory once. Few rows after
-    others, each with all parts, took an H200 40 us for 128 rows.
+    Parts are added one after another, each with all rows at once, so a part waits for memory once. Adding all parts of
+    a few rows, and then those of the next rows, would wait once for each group of rows.
     """
     asks = row < rows
     mask = asks[:, None] & (columns < HEAD_DIM)[None, :]
