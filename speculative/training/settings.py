@@ -18,8 +18,8 @@ class DistilSettings:
                       number or None. For a draft model, None
     decay:            factor of the loss from one depth to the next; default: a head and Medusa heads 0.8, a block draft
                       0.85. None for a draft model
-    one_head:         whether each step trains one of the Medusa heads alone, drawn at random. A step then takes less
-                      time, and less memory for gradients. Only for Medusa heads
+    one_head:         whether each step trains one of the Medusa heads alone, drawn at random. A step then computes the
+                      logits of one head, which takes less memory. Only for Medusa heads
     loss:             "tv-kl" or "lk", see `training.losses`
     rate:             Muon's peak learning rate; AdamW's is two thirds of it. Default: 2 / hidden size of the draft. The
                       shipped head, of size 320, learnt best at 0.006; the best rate falls with the size (Yang et al.
