@@ -305,13 +305,24 @@ def verification(method: str, dtype: str, nodes: int, vocabulary: int, **options
 def retrieving(longest: int) -> None:
     from heavypath.kernels.retrieval.corpus import SortedCorpus
     from heavypath.kernels.retrieval.followers import follower_logprobs
-    from heavypath.kernels.retrieval.ranges import Appended, append_tokens
+    from heavypath.kernels.retrieval.ranges import Appended, append_tokens, renew_ranges
 
     corpus = SortedCorpus(on_gpu(torch.zeros(99, dtype=torch.int32)), long_zeros(99))
     nodes = Appended(*(long_zeros(2, 16) for _ in Appended._fields))
     keys, values = long_zeros(2, 2, 64, longest), long_zeros(2, 2, 64, longest)
+    renew_ranges(corpus, long_zeros(2), keys, values, impl="triton")
     append_tokens(corpus, nodes, keys, values, impl="triton")
     follower_logprobs(corpus, nodes.cache_rows, long_zeros(2), keys, values, vocab_size=9, impl="triton")
+
+
+def looking_up(longest: int, is_chain: bool = False) -> None:
+    from heavypath.kernels.retrieval.latest import latest_logprobs
+    from heavypath.kernels.retrieval.ranges import Appended
+
+    nodes = Appended(*(long_zeros(2, 16) for _ in Appended._fields))
+    keys, values = long_zeros(2, 1, 64, longest), long_zeros(2, 1, 64, longest)
+    options = {"shortest": 1, "is_chain": is_chain, "vocab_size": 9}
+    latest_logprobs(nodes, long_zeros(2), keys, values, impl="triton", **options)
 
 
 def packing(nodes: int, window: int | None) -> None:
@@ -423,6 +434,7 @@ CASES = {  # Llama-2-7B and 68M, Qwen3-8B, the largest rows, what has no power o
     **cases(scoring, "scores by sequence {} {} nodes V{}", ("bf16", 64, 128256), ("fp16", 1, 32000), ("fp32", 2, 1)),
     **{str(case): partial(attention, case) for case in ATTENTION},
     **cases(retrieving, "retrieval of {}", (8,), (16,)),
+    **cases(looking_up, "lookup of {}", (3,), (3, {"is_chain": True}), (16,)),
     **{f"tree of {nodes}": partial(committing, nodes, per_sequence=nodes > 64) for nodes in (1, 64, 2048)},
     **cases(placing, "level of {}", (5,), (2048,)),
     **cases(

@@ -158,8 +158,8 @@ run_tests() {
 }
 
 run_others() {
-    local kernels=(few_rows prefetch entries terms nucleus filter_cuts levels tickets sharing k_seq slots retrieval recurrent held
-        traversal)
+    local kernels=(few_rows prefetch entries terms nucleus filter_cuts levels tickets sharing k_seq slots retrieval latest
+        recurrent held traversal)
     local files=("${kernels[@]/#/tests/kernels/test_}") few=()
     files=("${files[@]/%/.py}" tests/core/test_typical.py)
     # In miniature one small test of each file.

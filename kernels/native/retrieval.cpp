@@ -40,8 +40,7 @@ struct Retrieval {
     const int64_t* steps;
 };
 
-// A halving of a weight makes it 0 after so many.
-constexpr size_t HALVINGS = 149;
+constexpr size_t PLACES = 32;  // most places of a longest match that count: R of `latest`
 constexpr double PRIOR = 256, LEAST = 1. / 1024, UNIT = 1 << 30;
 constexpr int64_t IN_TEXT = 64, MOST = 256;
 
@@ -168,12 +167,12 @@ static int64_t followers_of(const Retrieval& call, int64_t b, int64_t row, int64
 // What followed the longest suffix of one node that occurred, the latest occurrence with most weight.
 static int64_t latest_of(const Lookup& call, int64_t b, int64_t row, int64_t* places, float* weights, float* out) {
     const Asked& asked = call.asked;
-    int64_t best = 0, followed[HALVINGS];  // the latest first
+    int64_t best = 0, followed[PLACES];  // the latest first
     size_t occurrences = 0;
     each_match(asked, b, row, [&](int64_t token, int64_t length) {
         if (length > best) best = length, occurrences = 0;
-        if (length == best && occurrences < HALVINGS) followed[occurrences++] = token;
-        return best < asked.longest || occurrences < HALVINGS;
+        if (length == best && occurrences < PLACES) followed[occurrences++] = token;
+        return best < asked.longest || occurrences < PLACES;
     });
     if (best < call.shortest) return 0;
     int64_t count = 0;

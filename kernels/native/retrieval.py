@@ -11,8 +11,8 @@ from heavypath.kernels.native.library import compiled
 from heavypath.kernels.native.recording import Arguments, do, fields
 from heavypath.kernels.retrieval.corpus import SortedCorpus
 
-_HALVINGS = 149  # most occurrences with a weight that is not 0 in fp32: weights halve from one to the next
-_MOST = 256  # most occurrences of a suffix that are read from a corpus
+_PLACES = 32  # most occurrences of the longest suffix that are read: R of `retrieval.latest`
+_MOST = 256  # most occurrences of a suffix that are read from a corpus: R of `retrieval.followers`
 _ASKED = (
     "batch nodes first longest vocab rows step head *tokens *cache_rows *parent_rows *lengths *keys *values *known "
     "*latest *earlier *out *places *weights"
@@ -59,7 +59,7 @@ class Sought(NamedTuple):
 
 def look_up(sought: Sought, shortest: int, *, vocab_size: int, after_last: bool) -> Tensor:
     """Return logits of `LookupDraft`, fp32 [B, n, V], and write the nodes' rows; after_last: only the last node's."""
-    written, asked = _asked(sought, _HALVINGS, vocab_size, after_last)
+    written, asked = _asked(sought, _PLACES, vocab_size, after_last)
     call = _Lookup(**asked, shortest=shortest)
     places = written.places.numpy()
     logits = written.out.view(-1).numpy()

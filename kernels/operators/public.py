@@ -22,7 +22,8 @@ from heavypath.kernels.ordering import Ordering, heavy_path_order
 from heavypath.kernels.recurrent.acceptance import accept_state
 from heavypath.kernels.recurrent.convolution import tree_conv
 from heavypath.kernels.retrieval.followers import follower_logprobs
-from heavypath.kernels.retrieval.ranges import append_tokens
+from heavypath.kernels.retrieval.latest import latest_logprobs
+from heavypath.kernels.retrieval.ranges import Appended, append_tokens
 from heavypath.kernels.sampling import TopK, gumbel_topk
 from heavypath.kernels.sequence_scores import sequence_scores
 from heavypath.kernels.tree_attention import visible_attention
@@ -82,6 +83,11 @@ def _followed(cache_rows: Tensor, vocab_size: int, **_: object) -> Tensor:
     return cache_rows.new_empty((*cache_rows.shape, vocab_size), dtype=torch.float32)
 
 
+def _looked_up(nodes: Appended, is_chain: bool, vocab_size: int, **_: object) -> Tensor:
+    batch, count = nodes.tokens.shape
+    return nodes.tokens.new_empty(batch, 1 if is_chain else count, vocab_size, dtype=torch.float32)
+
+
 def _convolved(inputs: Tensor, weight: Tensor, window: Tensor, **_: object) -> Tensor:
     return weight.new_empty(*window.shape[:2], inputs.shape[-1])
 
@@ -103,4 +109,5 @@ OPERATORS = {
     "few_rows_product": Operator(few_rows_product, _multiplied),
     "append_tokens": Operator(append_tokens, mutates=["keys", "values"]),
     "follower_logprobs": Operator(follower_logprobs, _followed),
+    "latest_logprobs": Operator(latest_logprobs, _looked_up, mutates=["keys", "values"], is_fresh=True),
 }

@@ -174,7 +174,7 @@ def _followers_kernel(
     context = tl.load(with_self_ptr + row * M + nearest, mask=inside, other=-1)
     times = tl.zeros_like(lane)
     for start in range(0, text, BLOCK):
-        matched, _ = _matches(before_ptr, context, start, text, M, LANES, BLOCK)
+        matched, _ = match_lengths(before_ptr, context, start, text, M, LANES, BLOCK)
         times += tl.sum((matched[:, None] > lane[None, :]).to(tl.int32), 0)
 
     in_corpus = tl.load(high_ptr + lane, mask=inside, other=0) - tl.load(low_ptr + lane, mask=inside, other=0)
@@ -198,14 +198,14 @@ def _followers_kernel(
         tl.atomic_add(sums_ptr + follower, tl.zeros_like(follower) + weight, mask=counted, sem="relaxed")
 
     for start in range(0, text, BLOCK):
-        matched, rows = _matches(before_ptr, context, start, text, M, LANES, BLOCK)
+        matched, rows = match_lengths(before_ptr, context, start, text, M, LANES, BLOCK)
         weights = tl.sum(tl.where(matched[:, None] > lane[None, :], in_text[None, :], 0), 1)
         token = tl.load(with_self_ptr + rows * M + M - 1, mask=weights > 0, other=-1)
         tl.atomic_add(sums_ptr + 1 + token, weights, mask=weights > 0, sem="relaxed")
 
 
 @triton.jit
-def _matches(before_ptr, context, start, text, M: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr):
+def match_lengths(before_ptr, context, start, text, M: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr):
     """Return the lengths of the matches of a block of corpus rows, and the numbers of these rows.
 
     The tokens before a row are compared with the context, nearest first, up to the first that differs.

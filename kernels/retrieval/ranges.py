@@ -84,11 +84,17 @@ def store_texts(
         )  # bounds of the token before
 
 
-def renew_ranges(corpus: SortedCorpus, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+def renew_ranges(corpus: SortedCorpus, rows: Tensor, keys: Tensor, values: Tensor, *, impl: str = "auto") -> None:
     """Recompute the ranges in one row of each sequence from the row's tokens, after the corpus has changed.
 
     rows: LongTensor[B]; keys, values: LongTensor[B, 2, any, M]
+    impl: see `implementation`; "triton" is one launch
+
+    Raises ValueError if the kernel does not support the strides of keys and values.
     """
+    if choose_impl("renew_ranges", impl, keys) == "triton":
+        _launch_renew(corpus, rows, keys, values)
+        return
     sequence = torch.arange(len(rows), device=rows.device)
     size = len(corpus.steps)
     longest = keys.shape[-1]
@@ -157,6 +163,35 @@ def _less(steps_ptr, wanted, size):
         low = tl.where(open & (step < wanted), middle + 1, low)
         high = tl.where(open & (step >= wanted), middle, high)
     return low
+
+
+@triton.jit(do_not_specialize=["size", "sequence_stride", "head_stride"])
+def _renew_kernel(
+    rows_ptr,  # [B]
+    steps_ptr,  # [size]
+    keys_ptr,  # [B, 2, rows, M]
+    values_ptr,
+    size,
+    sequence_stride,
+    head_stride,
+    M: tl.constexpr,
+    LANES: tl.constexpr,  # the first half is for lower bounds, the second for upper ones
+):
+    """Each program does a sequence's row, from the oldest token to the nearest."""
+    sequence = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + sequence)
+    keys_ptr += sequence * sequence_stride + row * M
+    values_ptr += sequence * sequence_stride + row * M
+    lane = tl.arange(0, LANES)
+    upper = lane >= LANES // 2
+    k = lane % (LANES // 2)  # range k + 1
+    bound = tl.where(upper, size, 0).to(tl.int64)
+    for older in range(M):
+        token = tl.load(values_ptr + head_stride + older)
+        found = tl.where(token >= 0, _less(steps_ptr, (token + 1) * size + bound, size), 0)
+        bound = tl.where(k >= M - 1 - older, found, bound)
+    tl.store(keys_ptr + k, bound, mask=(k < M) & (lane < LANES // 2))
+    tl.store(values_ptr + k, bound, mask=(k < M) & upper)
 
 
 @triton.jit(do_not_specialize=["nodes", "size", "sequence_stride", "head_stride"])
@@ -236,6 +271,26 @@ def _launch(corpus: SortedCorpus, nodes: Appended, keys: Tensor, values: Tensor)
             keys,
             values,
             count,
+            len(corpus.steps),
+            keys.stride(0),
+            keys.stride(1),
+            M=longest,
+            LANES=2 * triton.next_power_of_2(longest),
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+
+
+def _launch_renew(corpus: SortedCorpus, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Compute `renew_ranges` by the kernel."""
+    check_kernel_takes(keys, values)
+    longest = keys.shape[-1]
+    with torch.cuda.device_of(keys):
+        _renew_kernel[(len(rows),)](
+            rows.contiguous(),
+            corpus.steps,
+            keys,
+            values,
             len(corpus.steps),
             keys.stride(0),
             keys.stride(1),

@@ -31,10 +31,12 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from heavypath.kernels.nodes import Verified
+from heavypath.kernels.retrieval.latest import Places, logprobs_by_places, write_rows
+from heavypath.kernels.retrieval.ranges import Appended
 from heavypath.speculative.drafts.changes import LogitChange
 from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
 from heavypath.speculative.drafts.kinds import as_draft
-from heavypath.speculative.drafts.lookup import LookupDraft, NgramCache, Occurrences, PromptLookup
+from heavypath.speculative.drafts.lookup import LookupDraft, NgramCache, PromptLookup
 from heavypath.speculative.models.forward import Forward
 
 
@@ -128,20 +130,25 @@ class LookaheadDraft(LookupDraft):
         return LookaheadCache(batch, rows, self._lookahead, self.columns.device)
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
-        """The logits after each node, fp32 [B, n, V], in plain PyTorch, as there is no compiled kernel for pools."""
-        return self.in_plain(feed, cache)
+        """fp32 logits [B, n, V] after each node, in plain PyTorch, as there is no kernel for pools."""
+        nodes = Appended(feed.tokens, feed.cache_rows, feed.parent_rows)
+        write_rows(nodes, cache.keys, cache.values, is_chain=feed.news > 0)
+        sequence = torch.arange(len(feed.tokens), device=feed.tokens.device)[:, None]
+        context = cache.values[sequence, 0, feed.cache_rows]
+        return logprobs_by_places(context, self.places(feed, cache), 1, self.vocab_size)
 
-    def occurrences(self, feed: Feed, cache: Any) -> Occurrences:
-        """The tokens that can be proposed after a feed's nodes: n-grams of the pool, then tokens of the sequence."""
-        text = super().occurrences(feed, cache)
+    def places(self, feed: Feed, cache: Any) -> Places:
+        """The tokens that can be proposed after a feed's nodes: n-grams of the pool, then tokens up to the root."""
+        rows = feed.visible_rows
+        in_text = torch.arange(rows, device=feed.tokens.device) <= feed.prefix_lengths[:, None]
         pool = cache.pool
         length = pool.shape[2] - 1
-        keys = pad(pool[..., :-1], (length - 1, 0), value=-1).unfold(2, length, 1)  # [B, P, N - 1, N - 1]
+        before = pad(pool[..., :-1], (length - 1, 0), value=-1).unfold(2, length, 1)  # [B, P, N - 1, N - 1]
         tokens = pool[..., 1:].flatten(1)
-        return Occurrences(
-            keys=torch.cat([keys.flatten(1, 2), text.keys], 1),
-            tokens=torch.cat([tokens, text.tokens], 1),
-            counts=torch.cat([tokens >= 0, text.counts], 1),
+        return Places(
+            before=torch.cat([before.flatten(1, 2), cache.keys[:, 0, :rows]], 1),
+            tokens=torch.cat([tokens, cache.values[:, 0, :rows, -1]], 1),
+            counts=torch.cat([tokens >= 0, in_text], 1),
         )
 
     def changes(self, cache: LookaheadCache) -> list[LogitChange]:

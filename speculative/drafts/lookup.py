@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from heavypath.kernels.native.retrieval import look_up
-from heavypath.kernels.retrieval.ranges import store_tokens
+from heavypath.kernels.retrieval.latest import latest_logprobs
+from heavypath.kernels.retrieval.ranges import Appended, store_tokens
 from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
 from heavypath.speculative.drafts.indexed import IndexedCache, text_cache
 from heavypath.speculative.drafts.kinds import as_draft
@@ -60,13 +61,13 @@ class LookupDraft(Draft):
 
     def __init__(self, options: PromptLookup, vocab_size: int, device: torch.device):
         self._options = options
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._device = device
 
     def new_cache(self, batch: int, rows: int) -> RowCache:
         """An empty cache of `rows` rows for each of `batch` sequences, with the rows of `NgramCache`."""
         cache = NgramCache(batch, rows, self._options.max_ngram, self._device)
-        return text_cache(cache.keys, cache.values, self._vocab_size)
+        return text_cache(cache.keys, cache.values, self.vocab_size)
 
     def prefill(self, tokens: Tensor, cache: Any, starts: Sequence[int] | None = None) -> None:
         """Cache right-padded sequences LongTensor[B, T]; rows of padding are overwritten before they are read.
@@ -82,55 +83,22 @@ class LookupDraft(Draft):
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """fp32 logits [B, n, V] after each node: -inf for all tokens if no suffix occurred before.
 
-        For a step's first feed, the compiled kernel returns only the logits after the root.
+        For a step's first feed, only those after the root.
         """
         if isinstance(cache, IndexedCache):
             nodes = cache.with_nodes(feed)
             shortest = self._options.min_ngram
-            return look_up(nodes, shortest, vocab_size=self._vocab_size, after_last=feed.news > 0)
-        return self.in_plain(feed, cache)
-
-    def in_plain(self, feed: Feed, cache: Any) -> Tensor:
-        """The logits after each node, fp32 [B, n, V], in plain PyTorch, which is the reference of the compiled form."""
-        batch, nodes = feed.tokens.shape
-        sequence = torch.arange(batch, device=feed.tokens.device)[:, None]
-        keys = cache.keys[:, 0]
-        values = cache.values[:, 0]
-        for _ in range(2):  # twice, because a node's parent can be in the same feed
-            before = values[sequence, feed.parent_rows.clamp(min=0)].where(feed.parent_rows[..., None] >= 0, -1)
-            keys[sequence, feed.cache_rows] = before
-            values[sequence, feed.cache_rows] = torch.cat([before[..., 1:], feed.tokens[..., None]], -1)
-        context = values[sequence, feed.cache_rows]  # [B, n, M]
-
-        found = self.occurrences(feed, cache)
-        same = (context[:, :, None] == found.keys[:, None]) & (context >= 0)[:, :, None]  # [B, n, R, M]
-        length = same.flip(-1).cumprod(-1).sum(-1)  # [B, n, R], how many tokens before a row are those of the node
-        length *= found.counts[:, None]
-        longest = length.amax(-1, keepdim=True)
-        best = (length == longest) & (longest >= self._options.min_ngram)
-        later = best.flip(-1).cumsum(-1).flip(-1)  # 1 for the latest occurrence
-        weight = torch.exp2(-later.float()).where(best, 0)
-        followed = found.tokens[:, None].expand(batch, nodes, -1).clamp(min=0)
-        return weight.new_zeros(batch, nodes, self._vocab_size).scatter_add_(2, followed, weight).log()
-
-    def occurrences(self, feed: Feed, cache: Any) -> "Occurrences":
-        """The tokens that can be proposed after a feed's nodes: those of the sequence, up to the root."""
-        rows = feed.visible_rows
-        is_text = torch.arange(rows, device=feed.tokens.device) <= feed.prefix_lengths[:, None]
-        return Occurrences(cache.keys[:, 0, :rows], cache.values[:, 0, :rows, -1], is_text)
-
-
-class Occurrences(NamedTuple):
-    """R tokens of each sequence that can be proposed, with the tokens before them, from the oldest to the latest.
-
-    keys: LongTensor[B, R, M], the M tokens before each; -1 for missing ones
-    tokens: LongTensor[B, R], the tokens
-    counts: bool [B, R], whether the entry is in use
-    """
-
-    keys: Tensor
-    tokens: Tensor
-    counts: Tensor
+            return look_up(nodes, shortest, vocab_size=self.vocab_size, after_last=feed.news > 0)
+        nodes = Appended(feed.tokens, feed.cache_rows, feed.parent_rows)
+        return latest_logprobs(
+            nodes,
+            feed.prefix_lengths,
+            cache.keys[:, :, : feed.visible_rows],
+            cache.values[:, :, : feed.visible_rows],
+            shortest=self._options.min_ngram,
+            is_chain=feed.news > 0,
+            vocab_size=self.vocab_size,
+        )
 
 
 @as_draft.register

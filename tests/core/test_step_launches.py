@@ -16,13 +16,15 @@ from played_steps import Launches, llama_without_values, step_on_meta
 from triton.runtime.interpreter import GridExecutor
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import Lookahead, Pard, PromptLookup
+from heavypath.speculative import Lookahead, Pard, PromptLookup, Recall, Retrieval
 from heavypath.speculative.drafts.blocks.pard import PardDraft
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.lookahead import LookaheadDraft
 from heavypath.speculative.drafts.lookup import LookupDraft
 from heavypath.speculative.drafts.medusa.heads import MedusaConfig, MedusaHeads
 from heavypath.speculative.drafts.model import ModelDraft
+from heavypath.speculative.drafts.recall import RecallDraft
+from heavypath.speculative.drafts.retrieval import RetrievalDraft
 
 COUNTED = json.loads((Path(__file__).parents[2] / "bench" / "launches.json").read_text())
 EAGLE = {"taps": (0, 1, 2), "head_dim": 16}
@@ -75,6 +77,8 @@ DRAFTS = {
     "pard": lambda target: PardDraft(llama_without_values(1), 50, Pard(target.model, 3)),
     "medusa": medusa,
     "lookup": lambda target: LookupDraft(PromptLookup(), 50, target.device),
+    "retrieval": lambda target: RetrievalDraft(Retrieval([[1, 2, 3]]), 50, target.device),
+    "recall": lambda target: RecallDraft(Recall(), 50, target.device),
     "lookahead": lambda target: LookaheadDraft(Lookahead(5, 3, 20), 50, target.device),
 }
 

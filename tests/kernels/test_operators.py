@@ -29,6 +29,7 @@ from heavypath.kernels.recurrent.convolution import tree_conv
 from heavypath.kernels.recurrent.paths import KeptNodes
 from heavypath.kernels.retrieval.corpus import sort_corpus
 from heavypath.kernels.retrieval.followers import follower_logprobs
+from heavypath.kernels.retrieval.latest import latest_logprobs
 from heavypath.kernels.retrieval.ranges import Appended, append_tokens
 from heavypath.kernels.sampling import gumbel_topk, stochastic_beam
 from heavypath.kernels.sequence_scores import sequence_scores
@@ -121,6 +122,10 @@ def cases() -> dict[str, Call]:
         "append_tokens": Call(append_tokens, (corpus, appended, *texts), {}),
         "follower_logprobs": Call(
             follower_logprobs, (corpus, appended.cache_rows, torch.tensor([0, 0]), *texts), {"vocab_size": 5}
+        ),
+        "latest_logprobs": Call(
+            latest_logprobs, (appended, torch.tensor([0, 0]), *(each[:, :1].contiguous() for each in texts)),
+            {"shortest": 1, "is_chain": False, "vocab_size": 5},
         ),
     }  # fmt: skip
 

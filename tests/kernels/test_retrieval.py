@@ -15,7 +15,7 @@ from tiny_models import tiny_llama, transformers_greedy
 
 from heavypath.kernels.retrieval.corpus import sort_corpus
 from heavypath.kernels.retrieval.followers import follower_logprobs
-from heavypath.kernels.retrieval.ranges import Appended, append_tokens, store_texts
+from heavypath.kernels.retrieval.ranges import Appended, append_tokens, renew_ranges, store_texts
 from heavypath.speculative import PromptLookup, Retrieval, SpeculativeDecoder, TokenTree
 from heavypath.speculative.drafts.kinds import describe, draft_parameter_count
 
@@ -113,6 +113,30 @@ def test_of_many_occurrences_some_are_taken_evenly(impl):
     assert law == pytest.approx(exact, abs=0.02)
 
 
+@pytest.mark.parametrize("longest", [1, 5, 8])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_ranges_of_another_corpus_are_those_of_texts_read_by_it(impl, longest):
+    """Of the beginning of a text, whose row lacks tokens, and of later rows; other rows stay as they are."""
+    torch.manual_seed(longest)
+    old, new = (sorted_on_device([torch.randint(0, 3, (200,)).tolist()], longest) for _ in range(2))
+    text, rows = torch.randint(0, 3, (3, 20), device=DEVICE), torch.tensor([0, 2, 19], device=DEVICE)
+    keys, values = (torch.full((3, 2, 20, longest), -1, device=DEVICE) for _ in range(2))
+    store_texts(old, text, keys, values)
+    expected = [each.clone() for each in (keys, values)]
+    store_texts(new, text, *(fresh := [each.clone() for each in expected]))
+    for sequence, row in enumerate(rows.tolist()):
+        for whole, field in zip(expected, fresh, strict=True):
+            whole[sequence, :, row] = field[sequence, :, row]
+    renew_ranges(new, rows, keys, values, impl=impl)
+    low, high = keys[:, 0], values[:, 0]
+    is_empty = low >= high  # wherever they are
+    assert torch.equal(is_empty, expected[0][:, 0] >= expected[1][:, 0])
+    for ours, theirs in ((low, expected[0][:, 0]), (high, expected[1][:, 0])):
+        assert torch.equal(ours.where(~is_empty, 0), theirs.where(~is_empty, 0))
+    assert torch.equal(keys[:, 1], expected[0][:, 1])
+    assert torch.equal(values[:, 1], expected[1][:, 1])
+
+
 @pytest.mark.parametrize(("seed", "length"), [(3, 300)])
 def test_both_implementations_give_the_same_numbers(seed, length):
     """Of texts of two lengths, the first of which the kernel reads in two blocks."""
@@ -151,7 +175,8 @@ def test_the_kernels_refuse_rows_that_do_not_lie_side_by_side():
 def test_followers_are_right_in_any_schedule(adversary):
     test_both_implementations_give_the_same_numbers(adversary.seed, 60)
     test_of_many_occurrences_some_are_taken_evenly("triton")
-    adversary.met("_append_kernel", "_followers_kernel")
+    test_ranges_of_another_corpus_are_those_of_texts_read_by_it("triton", 5)
+    adversary.met("_append_kernel", "_followers_kernel", "_renew_kernel")
 
 
 def test_a_text_of_the_corpus_is_drafted():
