@@ -165,12 +165,13 @@ def entering(dtype: str, width: int, **options) -> None:
 
 
 def correcting(dtype: str, hidden: int, size: int, vocabulary: int) -> None:
-    """What the terms of block drafts launch: rows, both units, a correction's input, and logits of a few tokens."""
+    """What the terms of block drafts launch: rows, units, messages, a correction's input, logits of a few tokens."""
     from heavypath.kernels.layers.entries import EntryNorms, entry_inputs
+    from heavypath.kernels.layers.few_logits import few_logits
     from heavypath.kernels.layers.rms_norm import Norm
     from heavypath.kernels.layers.side_by_side import FieldRows, side_by_side
     from heavypath.kernels.layers.spread import spread_few
-    from heavypath.kernels.layers.units import gru_unit, rnn_unit
+    from heavypath.kernels.layers.units import gru_unit, message_unit, rnn_unit
 
     def empty(*shape: int) -> Tensor:
         return on_gpu(torch.empty(shape, dtype=DTYPES[dtype]))
@@ -186,6 +187,10 @@ def correcting(dtype: str, hidden: int, size: int, vocabulary: int) -> None:
     features = row.looked_up(1, 8)
     entry_inputs(features, at, empty(1000, hidden), EntryNorms(norm, norm), features_first=True, impl="triton")
     spread_few(empty(1, 8, 16), long_zeros(1, 16), vocabulary, empty(1, 16), impl="triton")
+    of_row, receiver, best, lengths = on_gpu(torch.zeros(1, hidden + size + 32)).split([hidden, size, 16, 16], -1)
+    message_unit(empty(1, 8, size), empty(1, 8, size), receiver, lengths[:, :1], 16.0, impl="triton")
+    few_logits(of_row, empty(1, 8, hidden), norm, empty(1000, hidden), best, impl="triton")
+    spread_few(empty(1, 8, 16).float(), best, vocabulary, impl="triton")
 
 
 def spreading(dtype: str, own: int, vocabulary: int) -> None:

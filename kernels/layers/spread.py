@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.implementation import choose_impl, in_rows
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.layers.rounding import rounded
 
@@ -51,14 +51,15 @@ def spread_few(
 ) -> Tensor:
     """The logits [B, n, V] of all tokens, from those of a few [B, n, K]; "triton" is one launch.
 
-    tokens: LongTensor[B, K], different ones for each sequence; added: [B, K], to the logits of all its nodes
+    tokens: [B, K], different ones for each sequence: integers, or fp32 numbers that are integers
+    added:  [B, K], to the logits of all its nodes
     """
     if choose_impl("spread_few", impl, logits) == "triton":
         return _launch_few(logits, tokens, vocab_size, added)
     if added is not None:
         logits = added[:, None] + logits
     every = logits.new_full((*logits.shape[:2], vocab_size), -torch.inf)
-    return every.scatter_(2, tokens[:, None].expand(logits.shape), logits)
+    return every.scatter_(2, tokens.long()[:, None].expand(logits.shape), logits)
 
 
 @triton.jit
@@ -93,6 +94,7 @@ def _spread_few_kernel(
     out,  # [B * nodes, V]
     nodes,
     V,
+    tokens_b,
     FEW: tl.constexpr,
     COLUMNS: tl.constexpr,  # FEW, up to a power of two
     BLOCK: tl.constexpr,
@@ -106,7 +108,7 @@ def _spread_few_kernel(
     out += row * V
     tl.store(out + token, tl.full([BLOCK], float("-inf"), tl.float32), mask=token < V)
     few = tl.arange(0, COLUMNS)
-    chosen = tl.load(tokens + sequence * FEW + few, mask=few < FEW, other=-1)
+    chosen = tl.load(tokens + sequence * tokens_b + few, mask=few < FEW, other=-1).to(tl.int64)
     own = (chosen >= start) & (chosen < start + BLOCK)
     x = tl.load(logits + row * FEW + few, mask=own, other=0.0).to(tl.float32)
     if added is not None:
@@ -120,16 +122,18 @@ def _launch_few(logits: Tensor, tokens: Tensor, vocab_size: int, added: Tensor |
     batch, count, few = logits.shape
     if added is not None and added.dtype != logits.dtype:
         raise ValueError(f"impl 'triton' takes logits of one dtype, got {logits.dtype} and {added.dtype}")
+    tokens = in_rows(tokens)
     out = logits.new_empty(batch, count, vocab_size)
     if batch * count:
         with torch.cuda.device_of(logits):
             _spread_few_kernel[(triton.cdiv(vocab_size, _BLOCK), batch * count)](
                 logits.contiguous(),
-                tokens.contiguous(),
+                tokens,
                 None if added is None else added.contiguous(),
                 out,
                 count,
                 vocab_size,
+                tokens.stride(0),
                 FEW=few,
                 COLUMNS=triton.next_power_of_2(few),
                 BLOCK=_BLOCK,

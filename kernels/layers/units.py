@@ -1,4 +1,4 @@
-"""Units that a block draft's term runs along a path: from a parent's state, and a product, to a node's state.
+"""Units of block drafts' terms. Two lead along a path from a parent's state, and a product, to a node's state:
 
     rnn   s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c)                        and tanh(o);  [g, c, o]: [n, 3 S]
     gru   s' = z s + (1 - z) tanh(n_a + sigmoid(r_a + r_s) n_s)               and [h; s']
@@ -7,6 +7,12 @@
 s is the parent's state, s' the node's, [n, S]; h: [n, H] is what the next product reads with it. PyTorch takes seven
 and eleven operations, and one more to keep s' in the row of a cache; the kernels are a launch each. They round where
 PyTorch's operations do. Cho et al. 2014, arXiv 1406.1078, has the second.
+
+The third makes a node's message from products g, m: [n, S] of its token, with r: [S] and a factor l of its depth:
+
+    message   l sigmoid(r + c g) c m                                          c: a constant
+
+PyTorch takes five operations. The kernel computes in fp32, and rounds once.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -54,6 +60,22 @@ def gru_unit(
     state = gate * state + (1 - gate) * torch.tanh(new + torch.sigmoid(reset + reset_of) * new_of)
     _keep(state, kept)
     return torch.cat([row, state], -1), state
+
+
+def message_unit(
+    gate: Tensor, message: Tensor, receiver: Tensor, length: Tensor, scale: float, *, impl: str = "auto"
+) -> Tensor:
+    """The messages to B sequences' nodes, [B, n, S], of the dtype of `message`.
+
+    gate, message:    g and m, [B, n, S], of one dtype
+    receiver, length: r and l, [B, S] and [B, 1]
+    scale:            c
+    impl:             see `implementation`; "triton" supports fp32, fp16 and bf16
+    """
+    if choose_impl("message_unit", impl, message) == "triton":
+        return _launch_message(gate, message, receiver, length, scale)
+    opened = torch.sigmoid(receiver.float()[:, None] + scale * gate.float())
+    return (length.float()[:, None] * opened * (scale * message.float())).to(message.dtype)
 
 
 def _keep(state: Tensor, kept: FieldRows | None) -> None:
@@ -172,6 +194,70 @@ def _gru_kernel(
     wide = tl.arange(0, WIDE)
     x = tl.load(h + sequence * h_b + node * h_n + wide, mask=wide < WIDTH, other=0.0)
     tl.store(joined + wide, x, mask=wide < WIDTH)
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def _message_kernel(
+    gate,  # [B * nodes, SIZE]
+    message,  # [B * nodes, SIZE]
+    receiver,  # [B, SIZE]
+    length,  # [B, 1]
+    out,  # [B * nodes, SIZE]
+    nodes,
+    receiver_b,
+    length_b,
+    scale,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Each program does one node."""
+    entry = tl.program_id(0).to(tl.int64)
+    sequence = entry // nodes
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    g = tl.load(gate + entry * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    m = tl.load(message + entry * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    r = tl.load(receiver + sequence * receiver_b + column, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(length + sequence * length_b).to(tl.float32)
+    opened = 1.0 / (1.0 + tl.exp(-(r + scale * g)))
+    said = factor * opened * (scale * m)
+    tl.store(out + entry * SIZE + column, rounded(said, out, INTERPRETED), mask=inside)
+
+
+def _launch_message(gate: Tensor, message: Tensor, receiver: Tensor, length: Tensor, scale: float) -> Tensor:
+    """Launch the kernel of `message_unit`."""
+    batch, count, size = message.shape
+    usual = message.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    fits = gate.shape == message.shape and receiver.shape == (batch, size) and length.shape == (batch, 1)
+    if not usual or not fits or gate.dtype != message.dtype:
+        got = [(str(each.dtype), [*each.shape]) for each in (gate, message, receiver, length)]
+        raise ValueError(
+            "impl 'triton' takes a gate and a message [B, n, S] of one dtype, float32, float16 or bfloat16, a receiver "
+            f"[B, S] and a length [B, 1]; got {got}"
+        )
+    receiver = in_rows(receiver)
+    out = torch.empty_like(message, memory_format=torch.contiguous_format)
+    block = triton.next_power_of_2(size)
+    if batch * count:
+        with torch.cuda.device_of(message):
+            _message_kernel[(batch * count,)](
+                gate.contiguous(),
+                message.contiguous(),
+                receiver,
+                length,
+                out,
+                count,
+                receiver.stride(0),
+                length.stride(0),
+                scale,
+                SIZE=size,
+                BLOCK=block,
+                INTERPRETED=not message.is_cuda,
+                num_warps=min(8, max(1, block // 128)),
+                enable_fp_fusion=False,
+            )
+    return out
 
 
 def _launch_rnn(product: Tensor, state: Tensor, kept: FieldRows | None) -> tuple[Tensor, Tensor]:

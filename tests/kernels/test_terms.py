@@ -1,4 +1,4 @@
-"""Kernels of a block draft's terms: rows side by side, units along a path, and logits of a few tokens."""
+"""Kernels of a block draft's terms: rows side by side, units, messages, and logits of a few tokens."""
 
 import math
 
@@ -6,9 +6,11 @@ import pytest
 import torch
 from devices import DEVICE
 
+from heavypath.kernels.layers.few_logits import few_logits
+from heavypath.kernels.layers.rms_norm import Norm
 from heavypath.kernels.layers.side_by_side import FieldRows, side_by_side
 from heavypath.kernels.layers.spread import spread_few
-from heavypath.kernels.layers.units import gru_unit, rnn_unit
+from heavypath.kernels.layers.units import gru_unit, message_unit, rnn_unit
 
 IMPLS = ["torch", "triton"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -97,6 +99,42 @@ def test_units_are_rounded_where_pytorch_rounds(size, width, dtype):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_a_message_by_hand(impl):
+    """Two nodes of one number, of one sequence: by Python's own functions."""
+    gate, message = numbers(1, 2, 1), numbers(1, 2, 1, seed=1)
+    receiver, length = numbers(1, 1, seed=2), numbers(1, 1, seed=3)
+    found = message_unit(gate, message, receiver, length, 3.0, impl=impl)
+    for node in range(2):
+        opened = sigmoid(float(receiver) + 3 * float(gate[0, node, 0]))
+        assert float(found[0, node, 0]) == pytest.approx(float(length) * opened * 3 * float(message[0, node, 0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "few"), [(1, 1), (40, 3), (130, 5)])
+@pytest.mark.few(4)
+def test_messages_and_their_logits_are_those_of_pytorch(size, few, dtype):
+    """What a pass keeps is fp32, and part of a wider tensor; large gates saturate; each sequence has its own tokens."""
+    batch, count, vocab = 2, 3, 9
+    gate, message, added = (numbers(batch, count, size, seed=seed, dtype=dtype) for seed in (0, 1, 2))
+    gate[0, 0, 0], gate[0, 1, 0] = 300, -300
+    kept = numbers(batch, 2 * size + 1 + few, seed=3)
+    kept[:, 2 * size + 1 :] = torch.tensor([[8, 0, 3, 1, 5], [2, 7, 3, 0, 4]], device=DEVICE)[:, :few]
+    row, receiver, length, tokens = kept.split([size, size, 1, few], -1)
+    norm, lm_head = Norm(numbers(size, seed=4, dtype=dtype), 1e-6), numbers(vocab, size + 2, seed=5, dtype=dtype)
+    found, expected = [], []
+    for impl, results in (("triton", found), ("torch", expected)):
+        results.append(message_unit(gate, message, receiver, length, size**0.5, impl=impl))
+        results.append(few_logits(row, added, norm, lm_head[:, :size], tokens, impl=impl))
+        results.append(few_logits(row.to(dtype), added, norm, lm_head[:, :size], tokens.long(), impl=impl))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=STEP[dtype], atol=2 * size**0.5 * STEP[dtype])
+    wide = numbers(batch, count, size, seed=2, dtype=dtype).double() + row[:, None].to(dtype).double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+    exact = exact @ lm_head[:, :size][tokens.long()].mT.double()
+    assert torch.allclose(found[1].double(), exact, atol=8 * size**0.5 * STEP[dtype])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(("vocab", "few"), [(3, 3), (1025, 5), (2100, 1)])
 def test_logits_of_a_few_tokens_are_theirs_and_all_others_minus_infinity(vocab, few, impl):
     logits, added = numbers(2, 3, few), numbers(2, few, seed=1)
@@ -104,6 +142,8 @@ def test_logits_of_a_few_tokens_are_theirs_and_all_others_minus_infinity(vocab, 
     tokens = tokens[:, :few].contiguous()
     for term in (None, added):
         found = spread_few(logits, tokens.to(DEVICE), vocab, term, impl=impl).cpu()
+        kept = torch.cat([tokens.float(), tokens.float()], -1).to(DEVICE)[:, few:]  # as a pass keeps them
+        assert torch.equal(spread_few(logits, kept, vocab, term, impl=impl).cpu(), found)
         expected = torch.full((2, 3, vocab), -torch.inf)
         for sequence in range(2):
             for number, token in enumerate(tokens[sequence].tolist()):
@@ -123,6 +163,10 @@ def test_tensors_that_do_not_fit_are_refused():
         rnn_unit(wide, wide, None, impl="triton")
     with pytest.raises(ValueError, match=r"of contiguous columns|contiguous columns, got strides \[6, 1, 2\]"):
         rnn_unit(wide, wide[..., :1], FieldRows(numbers(1, 3, 2).mT, at), impl="triton")
+    with pytest.raises(ValueError, match=r"a length \[B, 1\]; got .*\[1, 2, 3\].*\[1, 2\]"):
+        message_unit(wide, wide, wide[:, :, 0], wide[:, 0, :1], 1.0, impl="triton")
+    with pytest.raises(ValueError, match=r"and tokens \[B, F\]; got .*float16.*float32"):
+        few_logits(half[:, 0], half, Norm(wide[0, 0], 1e-6), half[0], at, impl="triton")
     with pytest.raises(ValueError, match=r"logits of one dtype, got torch.float16 and torch.float32"):
         spread_few(half, torch.tensor([[0, 1, 2]], device=DEVICE), 9, wide[:, 0], impl="triton")
 
@@ -132,5 +176,7 @@ def test_terms_are_the_same_in_any_schedule(case, adversary):
     size, width = ((5, 3), (70, 40))[case]
     test_units_are_rounded_where_pytorch_rounds(size, width, torch.float32)
     test_rows_are_copied_as_they_are((size, width, 1), torch.bfloat16)
+    test_messages_and_their_logits_are_those_of_pytorch(size, 5, torch.float32)
     test_logits_of_a_few_tokens_are_theirs_and_all_others_minus_infinity(1025, 5, "triton")
-    adversary.met("_rnn_kernel", "_gru_kernel", "_side_by_side_kernel", "_spread_few_kernel")
+    kernels = "_rnn_kernel", "_gru_kernel", "_message_kernel", "_side_by_side_kernel", "_spread_few_kernel"
+    adversary.met(*kernels, "_few_logits_kernel")

@@ -27,7 +27,7 @@ KERNELS = (
     "sampling", "trees.levels", "verification",
     "verifying.top_down", "attention.prepared", "attention.masks", "tree_attention", "cache_compaction", "commit",
     "layers.rms_norm", "layers.rotary", "layers.gated", "layers.entries", "layers.spread",
-    "layers.side_by_side", "layers.units",
+    "layers.side_by_side", "layers.units", "layers.few_logits",
     "retrieval.ranges", "retrieval.followers", "retrieval.latest",
 )  # fmt: skip
 RECURRENT = ("by_kernel", "acceptance", "convolution", "totals")  # whose kernels take no columns of tiny models

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn.functional import embedding as looked_up
 
 from heavypath.kernels.layers.entries import EntryNorms, Inputs, entry_inputs
+from heavypath.kernels.layers.few_logits import few_logits
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import Projected, Turns, rotate_and_store, store_rows
 from heavypath.kernels.layers.side_by_side import FieldRows
@@ -268,10 +269,11 @@ class BlockHeadDraft(LayeredDraft):
         def logits(normed: Tensor) -> Tensor:
             return scaled(as_logits(multiply(normed.reshape(-1, width))).view(*normed.shape[:-1], -1))
 
-        def logits_of(normed: Tensor, tokens: Tensor) -> Tensor:
-            if not whole:  # a part of it is on each rank, or it is quantised
-                return logits(normed).gather(2, tokens[:, None].expand(-1, normed.shape[1], -1))
-            return scaled(as_logits(normed @ own.weight[tokens].mT))
+        def logits_of(row: Tensor, added: Tensor, tokens: Tensor) -> Tensor:
+            if whole:
+                return scaled(few_logits(row, added, last_norm, own.weight, tokens))
+            every = logits(norm(row[:, None].to(added.dtype) + added))  # lm_head is on several ranks, or quantised
+            return every.gather(2, tokens.long()[:, None].expand(-1, added.shape[1], -1))
 
         def scaled(logits: Tensor) -> Tensor:
             if config.multiplier != 1:

@@ -17,14 +17,16 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch.nn.functional import embedding, normalize
 
 from heavypath.kernels.layers.spread import spread_few
+from heavypath.kernels.layers.units import message_unit
 from heavypath.speculative.drafts.blocks.config import BlockConfig
 from heavypath.speculative.drafts.blocks.term import BlockTerm, Parents, Pass, TokenLayers
 from heavypath.speculative.files.checkpoint import check_config
 
 _CODES = "transfer_codes"
+_ALIGNED = 16  # columns that a row of what is kept is a multiple of, so that kernels load several at once
 
 
 class DSpineTerm(BlockTerm):
@@ -34,7 +36,7 @@ class DSpineTerm(BlockTerm):
     section = "dspine_config"
     of_speculators = False
     from_root = False
-    causal = True
+    causal = keeps_fp32 = True
     prefixes: ClassVar = {_CODES: f"injection.{_CODES}"}
     flags = ("transfer_ready", "model.transfer_ready")
     keys: ClassVar = {
@@ -78,7 +80,10 @@ class DSpineTerm(BlockTerm):
     def __init__(self, config: BlockConfig):
         super().__init__(config)
         size, message, self.selected = (config.options[name] for name in ("size", "message", "selected"))
-        self.columns = config.hidden_size
+        self.width = config.hidden_size
+        used = self.width + message + self.selected
+        self.lengths = _ALIGNED - used % _ALIGNED  # columns with the length: all but one only align the next row
+        self.columns = used + self.lengths
         self.last = config.layers - 1
         layers = range(config.layers)
         width = config.hidden_size
@@ -97,22 +102,32 @@ class DSpineTerm(BlockTerm):
         return rows if layer == self.last else self._told(layer, rows, roots)
 
     def finish(self, rows: Tensor, given: Pass, ends: TokenLayers) -> tuple[Tensor, Tensor]:
-        """The logits of each depth, and the last layer's rows as they were before messages; as `BlockTerm.finish`."""
+        """The logits of each depth, and what `forward` needs of each; as `BlockTerm.finish`.
+
+        Of each depth are kept: the last layer's row as it was before messages, G f + b of that row, the best tokens,
+        and the row's length.
+        """
         told = self._told(self.last, rows, given.roots)
         read = slice(self.first, self.first + given.levels)
-        return ends.logits(ends.norm(told[:, read])), rows[:, read]
+        base = ends.logits(ends.norm(told[:, read]))
+        row = rows[:, read]
+        receiver = self.receiver_gate(self._feature(self.last, row)) + self.bias
+        best = base.topk(self.selected, -1).indices
+        lengths = self._length(row).expand(-1, -1, self.lengths)
+        return base, torch.cat([row.float(), receiver.float(), best.float(), lengths], -1)
 
     def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: TokenLayers) -> tuple[Tensor, None]:
         """The logits of the nodes' children after a message from each node's token; as `BlockTerm.forward`."""
-        best = base.topk(self.selected, -1).indices
-        row = kept[:, None]
-        told = self._message(self.last, row, self._feature(self.last, row), self._code(nodes.tokens))
-        return spread_few(ends.logits_of(ends.norm(told), best), best, base.shape[-1]), None
+        row, receiver, best, lengths = kept.split([self.width, len(self.bias), self.selected, self.lengths], -1)
+        code = embedding(nodes.tokens, self.transfer_codes)
+        said = message_unit(self.predecessor_gate(code), self.message(code), receiver, lengths[:, :1], self.scale)
+        logits = ends.logits_of(row, self.writes[self.last](said), best)
+        return spread_few(logits, best, base.shape[-1]), None
 
     def level_weights(self) -> list[Tensor]:
         """The weights that `forward` reads at each level, without the codes, of which only a few rows are read."""
-        last: list[Any] = [self.readouts[self.last], self.writes[self.last]]
-        return [part.weight for part in (*last, self.message, self.receiver_gate, self.predecessor_gate)]
+        last: Any = self.writes[self.last]
+        return [part.weight for part in (last, self.message, self.predecessor_gate)]
 
     def _told(self, layer: int, rows: Tensor, roots: Tensor) -> Tensor:
         """The rows [B, R, H] after a layer's messages from each row to the next; roots: LongTensor[B], tokens."""
@@ -126,8 +141,11 @@ class DSpineTerm(BlockTerm):
         features: [B, r, n], of the rows; before: [B, r, n], features or codes that the messages are made of
         """
         gate = torch.sigmoid(self.receiver_gate(features) + self.predecessor_gate(before) + self.bias)
-        length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32) / rows.shape[-1] ** 0.5
-        return rows + length.to(rows.dtype) * self.writes[layer](gate * self.message(before))
+        return rows + self._length(rows).to(rows.dtype) * self.writes[layer](gate * self.message(before))
+
+    def _length(self, rows: Tensor) -> Tensor:
+        """The root mean square of each row, fp32 [..., 1]."""
+        return torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32) / rows.shape[-1] ** 0.5
 
     def _feature(self, layer: int, rows: Tensor) -> Tensor:
         return (self.scale * normalize(self.readouts[layer](rows).float(), dim=-1)).to(rows.dtype)

@@ -139,7 +139,7 @@ class LiLiCorrTerm(BlockTerm):
         same = nodes.tokens[:, :, None] == above[:, None].long()  # [B, n, K]
         found = same.float() @ pairs.view(-1, self.selected, self.selected)
         logits = found.where(same.any(-1, keepdim=True), others[:, None])
-        return spread_few(logits, best.long(), base.shape[-1]), None
+        return spread_few(logits, best, base.shape[-1]), None
 
     def level_weights(self) -> list[Tensor]:
         """An empty list: `forward` reads no weights, since the pass computes all logits."""

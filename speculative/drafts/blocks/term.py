@@ -28,7 +28,8 @@ class TokenLayers(NamedTuple):
     words:   tokens LongTensor[B, n] to rows of H columns, the same, which need not be looked up
     norm:    [..., H] to [..., H], the norm after the last layer
     logits:  [..., H], after the norm, to fp32 [..., Vd]
-    logits_of: [B, n, H] and tokens of the draft LongTensor[B, K] to fp32 [B, n, K], the logits of these tokens alone
+    logits_of: rows [B, H], what is added to them for each node [B, n, H], and tokens of the draft [B, K], to fp32
+             [B, n, K]: the logits of these tokens alone, after the norm of the sums
     beside:  rows [B, H] and tokens LongTensor[B, n] to the rows for each token, and their norm next to the norm of the
              token's embedding; the norms, and whether the row comes first, are given
     last_norm: the norm of `norm`
@@ -38,7 +39,7 @@ class TokenLayers(NamedTuple):
     words: Callable[[Tensor], FieldRows]
     norm: Callable[[Tensor], Tensor]
     logits: Callable[[Tensor], Tensor]
-    logits_of: Callable[[Tensor, Tensor], Tensor]
+    logits_of: Callable[[Tensor, Tensor, Tensor], Tensor]
     beside: Callable[[Tensor, Tensor, EntryNorms, bool], Inputs]
     last_norm: Norm
 
