@@ -330,6 +330,14 @@ def looking_up(longest: int, is_chain: bool = False) -> None:
     latest_logprobs(nodes, long_zeros(2), keys, values, impl="triton", **options)
 
 
+def mixing(dtype: str, vocabulary: int) -> None:
+    from heavypath.kernels.mixing import add_to_mixture
+
+    logits = on_gpu(torch.empty(1, 16, vocabulary, dtype=DTYPES[dtype]))
+    mixed = add_to_mixture(None, logits, -0.1, impl="triton")
+    add_to_mixture(mixed, logits, -2.3, impl="triton")
+
+
 def packing(nodes: int, window: int | None) -> None:
     from heavypath.kernels.attention.masks import pack_ancestors
 
@@ -439,6 +447,7 @@ CASES = {  # Llama-2-7B and 68M, Qwen3-8B, the largest rows, what has no power o
     **cases(scoring, "scores by sequence {} {} nodes V{}", ("bf16", 64, 128256), ("fp16", 1, 32000), ("fp32", 2, 1)),
     **{str(case): partial(attention, case) for case in ATTENTION},
     **cases(retrieving, "retrieval of {}", (8,), (16,)),
+    **cases(mixing, "mixture {} V{}", ("bf16", 128_256), ("fp32", 32_000)),
     **cases(looking_up, "lookup of {}", (3,), (3, {"is_chain": True}), (16,)),
     **{f"tree of {nodes}": partial(committing, nodes, per_sequence=nodes > 64) for nodes in (1, 64, 2048)},
     **cases(placing, "level of {}", (5,), (2048,)),

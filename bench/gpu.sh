@@ -158,13 +158,13 @@ run_tests() {
 }
 
 run_others() {
-    local kernels=(few_rows prefetch entries terms nucleus filter_cuts levels tickets sharing k_seq slots retrieval latest
+    local kernels=(few_rows prefetch entries terms nucleus filter_cuts levels tickets sharing k_seq slots retrieval latest mixing
         recurrent held traversal)
     local files=("${kernels[@]/#/tests/kernels/test_}") few=()
     files=("${files[@]/%/.py}" tests/core/test_typical.py)
     # In miniature one small test of each file.
     local some="are_refused or by_hand or near_the_least or have_no_cuts or at_the_cut or share_counters"
-    some+=" or at_once or is_sure or equal_keys or block_verification or a_search_through or is_not_read"
+    some+=" or at_once or is_sure or equal_keys or block_verification or a_search_through or is_not_read or leaves_none"
     [ -n "$small" ] && few=(-k "$some")
     step tests-other-kernels 500 "${pytest[@]}" "${named[@]}" "${few[@]}" "${files[@]}"
 }

@@ -115,6 +115,40 @@ void score_row(const SequenceScores& s, int64_t row) {
     }
 }
 
+struct Mix {
+    const float* logits;  // [B, N, V], rows of V numbers side by side
+    int64_t batch, nodes, vocab, sequence_step, row_step;
+    double log_weight;
+    int64_t adds;  // whether the output already has other parts
+    float* mixed;  // [B, N, V]
+    int64_t threads;
+};
+
+// A part's log-probabilities and its weight, added to those of the parts before.
+void mix_row(const Mix& m, int64_t row) {
+    const float* x = m.logits + row / m.nodes * m.sequence_step + row % m.nodes * m.row_step;
+    float* mixed = m.mixed + row * m.vocab;
+    const float largest = largest_of(x, m.vocab);
+    if (largest == -INFINITY) {
+        if (!m.adds) std::fill(mixed, mixed + m.vocab, -INFINITY);
+        return;
+    }
+    if (!std::isfinite(largest)) return std::fill(mixed, mixed + m.vocab, NAN);
+    static thread_local std::vector<float> work;
+    work.resize(m.vocab + WIDTH);
+    for (int64_t v = 0; v < m.vocab; v += WIDTH) store(&work[v], exponential(load(x + v, m.vocab - v) - largest));
+    const float subtracted = float(largest + std::log(sum_of(work.data(), m.vocab)) - m.log_weight);
+    for (int64_t v = 0; v < m.vocab && !m.adds; v += WIDTH) {
+        const int64_t count = std::min<int64_t>(WIDTH, m.vocab - v);
+        store(mixed + v, load(x + v, count) - subtracted, count);
+    }
+    for (int64_t v = 0; v < m.vocab && m.adds; v++) {
+        if (x[v] == -INFINITY) continue;
+        const float own = x[v] - subtracted, larger = std::max(mixed[v], own), smaller = std::min(mixed[v], own);
+        mixed[v] = larger + std::log1p(std::exp(smaller - larger));
+    }
+}
+
 }  // namespace heavypath
 
 using namespace heavypath;
@@ -132,4 +166,10 @@ extern "C" void sequence_scores(const SequenceScores* call) {
     const int64_t rows = call->batch * call->nodes;
 #pragma omp parallel for num_threads(rows * call->vocab > 1 << 15 ? call->threads : 1)
     for (int64_t row = 0; row < rows; row++) score_row(*call, row);
+}
+
+extern "C" void mix(const Mix* call) {
+    const int64_t rows = call->batch * call->nodes;
+#pragma omp parallel for num_threads(rows * call->vocab > 1 << 15 ? call->threads : 1)
+    for (int64_t row = 0; row < rows; row++) mix_row(*call, row);
 }

@@ -35,6 +35,10 @@ class _SequenceScores(Arguments):
     _fields_ = fields("*logits batch nodes vocab sequence_step row_step *settings settings_step *scores threads")
 
 
+class _Mix(Arguments):
+    _fields_ = fields("*logits batch nodes vocab sequence_step row_step .log_weight adds *mixed threads")
+
+
 def seed_tensor(seed: int | Tensor) -> Tensor:
     """Return a seed as a LongTensor []; an integer is taken modulo 2**64."""
     return seed if isinstance(seed, Tensor) else torch.tensor(seed - (seed + (1 << 63) >> 64 << 64), device="cpu")
@@ -86,3 +90,23 @@ def sequence_scores(logits: Tensor, settings: Tensor) -> Tensor:
     )
     launch("sequence_scores", call)
     return scores
+
+
+def mix(mixed: Tensor | None, logits: Tensor, log_weight: float) -> Tensor:
+    """Return log-probabilities fp32 [B, n, V] of a mixture with another part, as `kernels.mixing`."""
+    logits = logits.detach().float()
+    if logits.stride(2) != 1:
+        logits = logits.contiguous()
+    out = torch.empty(logits.shape, dtype=torch.float32, device="cpu") if mixed is None else mixed
+    call = _Mix(
+        logits,
+        *logits.shape,
+        logits.stride(0),
+        logits.stride(1),
+        log_weight,
+        mixed is not None,
+        out,
+        thread_count(),
+    )
+    launch("mix", call)
+    return out

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from heavypath.kernels.layers.rotary import store_rows
+from heavypath.kernels.mixing import add_to_mixture
 from heavypath.kernels.step_kernels import step_kernels
 from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count
@@ -215,6 +216,8 @@ class CascadeDraft(CompositeDraft):
                     "before its last draft; make it the last one, or take a Mixture"
                 )
         self._ends = [*accumulate(levels)][:-1]  # the first level that each draft, except the last, does not draft
+        # Whether each draft lacks what others drafted below it, and so begins a step by reading a chain of tokens.
+        self._lacks_rows = [*(part.can_rest and part.overlap is not None for part in parts[:-1]), False]
 
     @property
     def positions(self) -> float:
@@ -228,12 +231,11 @@ class CascadeDraft(CompositeDraft):
         """
         store_rows(cache.keys, feed.tokens[:, :, None, None], feed.cache_rows)
         stage = sum(feed.level >= end for end in self._ends)
-        caught_up = _chain_feed(feed, cache) if feed.news else feed
+        caught_up = _chain_feed(feed, cache) if feed.news and any(self._lacks_rows) else feed
         logits: dict[int, Tensor] = {}
         for index, (part, part_cache) in enumerate(zip(self.drafts, cache.parts, strict=True)):
             if index >= stage or part.overlap is None:  # below their levels, only drafts without a model are called
-                lacks_rows = index < len(self._ends) and part.can_rest and part.overlap is not None
-                logits[index] = part(caught_up if lacks_rows else feed, part_cache)
+                logits[index] = part(caught_up if self._lacks_rows[index] else feed, part_cache)
         if feed.drafted is None:
             return logits[stage].float()
         chosen = logits[0][:, -1:].float()  # each sequence's node is at its own level
@@ -256,10 +258,7 @@ class MixtureDraft(CompositeDraft):
         after = -1 if feed.news else 0
         mixed = None
         for part, part_cache, log in zip(self.drafts, cache.parts, self._logs, strict=True):
-            logits = part(feed, part_cache)[:, after:].float()
-            proposes = logits.amax(-1, keepdim=True) > -torch.inf
-            own = torch.where(proposes, logits.log_softmax(-1) + log, -torch.inf)
-            mixed = own if mixed is None else torch.logaddexp(mixed, own)
+            mixed = add_to_mixture(mixed, part(feed, part_cache)[:, after:], log)
         assert mixed is not None
         return mixed
 

@@ -16,7 +16,7 @@ from played_steps import Launches, llama_without_values, step_on_meta
 from triton.runtime.interpreter import GridExecutor
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import Lookahead, Pard, PromptLookup, Recall, Retrieval
+from heavypath.speculative import Lookahead, Mixture, Pard, PromptLookup, Recall, Retrieval
 from heavypath.speculative.drafts.blocks.pard import PardDraft
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.lookahead import LookaheadDraft
@@ -79,6 +79,9 @@ DRAFTS = {
     "lookup": lambda target: LookupDraft(PromptLookup(), 50, target.device),
     "retrieval": lambda target: RetrievalDraft(Retrieval([[1, 2, 3]]), 50, target.device),
     "recall": lambda target: RecallDraft(Recall(), 50, target.device),
+    "eagle-3 and recall": lambda target: as_draft(
+        Mixture([head_of(target.model, **EAGLE).to("meta"), Recall()]), target, target.model
+    ),
     "lookahead": lambda target: LookaheadDraft(Lookahead(5, 3, 20), 50, target.device),
 }
 

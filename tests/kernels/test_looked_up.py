@@ -10,7 +10,7 @@ from kernel_cases import needs_compiler
 from tiny_models import tiny_llama
 
 from heavypath.kernels.native.recording import recorded
-from heavypath.speculative import PromptLookup, Recall, Retrieval, SpeculativeDecoder
+from heavypath.speculative import Cascade, Mixture, PromptLookup, Recall, Retrieval, SpeculativeDecoder
 from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.indexed import IndexedCache
 from heavypath.speculative.drafts.lookup import LookupDraft
@@ -119,8 +119,10 @@ def test_a_text_read_in_pieces_leaves_the_rows_of_one_read_at_once(draft_of):
         assert torch.equal(one[1, :, :23], other[1, :, :23])
 
 
-@pytest.mark.parametrize("draft", [PromptLookup(), Retrieval([[3, 1, 4, 1, 5] * 5]), Recall(64, max_ngram=3)],
-                         ids=["lookup", "retrieval", "recall"])  # fmt: skip
+@pytest.mark.parametrize("draft", [
+    PromptLookup(), Retrieval([[3, 1, 4, 1, 5] * 5]), Recall(64, max_ngram=3),
+    Mixture([Recall(64, max_ngram=3), PromptLookup()]), Cascade([Recall(64, max_ngram=3), PromptLookup()], [1, 2]),
+], ids=["lookup", "retrieval", "recall", "mixture", "cascade"])  # fmt: skip
 @pytest.mark.parametrize(("method", "temperature"), [("sequoia", 0.0), ("ersd", 0.9), ("dyspec", 0.9)])
 @pytest.mark.few(2)
 def test_steps_are_recorded(draft, method, temperature, monkeypatch):

@@ -28,7 +28,7 @@ KERNELS = (
     "verifying.top_down", "attention.prepared", "attention.masks", "tree_attention", "cache_compaction", "commit",
     "layers.rms_norm", "layers.rotary", "layers.gated", "layers.entries", "layers.spread",
     "layers.side_by_side", "layers.units", "layers.few_logits",
-    "retrieval.ranges", "retrieval.followers", "retrieval.latest",
+    "retrieval.ranges", "retrieval.followers", "retrieval.latest", "mixing",
 )  # fmt: skip
 RECURRENT = ("by_kernel", "acceptance", "convolution", "totals")  # whose kernels take no columns of tiny models
 PROMPTS = torch.tensor([[0, 3, 1, 4, 1], [6, 6, 2, 6, 5], [0, 0, 0, 0, 2]])
