@@ -42,9 +42,13 @@ from heavypath.speculative.streaming.load import load_streamed
 
 logger = logging.getLogger(__name__)
 
-DEMO_HEAD = "demo-head"  # name of the shipped head
+DEMO_HEAD = "demo-head"
+SHIPPED = {  # drafts that ship with the package: the head of the shipped pair, and texts that SmolLM2 wrote
+    DEMO_HEAD: str(FOLDER / "head"),
+    "smollm2-texts": f"retrieval:{FOLDER / 'texts' / 'smollm2.safetensors'}",
+}
 MERGE = "merge:"  # prefix of the drafts of a `Merge`
-_WORDS = (DEMO_HEAD, "prompt-lookup", "recall", "lookahead")  # drafts that are not loaded from a folder
+_WORDS = (*SHIPPED, "prompt-lookup", "recall", "lookahead")  # drafts that are not loaded from a folder
 
 
 # Threads that load wait for each other. While transformers loads, it replaces `PreTrainedModel.tie_weights`. Two loads
@@ -87,7 +91,8 @@ def load_pair(
     target, draft: default: the shipped pair. GGUF files are read as in `load_target`. draft may be a model, an EAGLE
         head ("demo-head" is the shipped one), Medusa heads or a block draft. "prompt-lookup", "recall",
         "lookahead", "early-exit:LAYERS" and "retrieval:PATH" need no second model; PATH is a file that `Retrieval.save`
-        wrote, a text file, or a folder of text files. Drafts can be combined: "demo-head+prompt-lookup" is a `Mixture`,
+        wrote, a text file, or a folder of text files. "smollm2-texts" is such a file for SmolLM2-135M-Instruct, of
+        texts that it wrote itself. Drafts can be combined: "demo-head+prompt-lookup" is a `Mixture`,
         "merge:demo-head+prompt-lookup" a `Merge`, and "2*demo-head+4*prompt-lookup" a `Cascade` with the levels of each
     device: default: a GPU if there is one
     dtype: of both models; default: as they were saved, float32 for the shipped pair, for GGUF files see `load_target`.
@@ -159,7 +164,7 @@ def find_models(target: str | None, drafts: Sequence[str] = (), local_files_only
     Raises the errors of `load_pair` that can be found without reading weights.
     """
     parts = [name for draft in drafts for _, name in _parts(draft) or [("", draft)]]
-    named = [name for name in parts if name != DEMO_HEAD and not _check_modelless(name)]
+    named = [name for name in parts if name not in SHIPPED and not _check_modelless(name)]
     if target is None:
         for name in named:
             if not is_trained_head(name):
@@ -215,7 +220,7 @@ def _load_pair(
     if draft is not None and _parts(draft):
         alone = _load_pair(target, None, device, dtype, load_target)
         return alone._replace(draft=load_draft(draft, alone, target, dtype, local_files_only=True))
-    draft = str(FOLDER / "head") if draft == DEMO_HEAD else draft
+    draft = None if draft is None else SHIPPED.get(draft, draft)
     modelless = draft is not None and _check_modelless(draft)
     if target is None:
         shipped = Pair(*load_demo_pair(dtype or torch.float32, device))
@@ -257,7 +262,7 @@ def load_draft(
     """Load a draft for a target: a model, or a trained head of any kind as published; from a folder or by its name.
 
     path_or_name: a folder, a GGUF file, or a name on the Hugging Face Hub; what the cache lacks is fetched. Also
-        "demo-head", "prompt-lookup", "recall", "lookahead", "early-exit:LAYERS", for a pair
+        "demo-head", "prompt-lookup", "recall", "lookahead", "early-exit:LAYERS", for a pair "smollm2-texts" and
         "retrieval:PATH", and combinations of these, as in `load_pair`
     target: the model, or a pair that `load_pair` loaded. A draft model becomes a `Translated` if its tokenizer differs
         from the pair's, or from the one in the model's folder
@@ -275,7 +280,7 @@ def load_draft(
         if str(path_or_name).startswith(MERGE):
             return Merge(drafts)
         return Cascade(drafts, levels) if levels else Mixture(drafts)
-    name = str(FOLDER / "head") if path_or_name == DEMO_HEAD else str(path_or_name)
+    name = SHIPPED.get(str(path_or_name), str(path_or_name))
     if _check_modelless(name):
         return _modelless(name, target.tokenizer if isinstance(target, Pair) else None)
     model = target.target if isinstance(target, Pair) else target

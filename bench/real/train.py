@@ -1,6 +1,7 @@
-"""Train the EAGLE-3 head of SmolLM2-135M-Instruct on text that the model wrote.
+"""Make drafts for SmolLM2-135M-Instruct of text that the model wrote: the texts themselves, and an EAGLE-3 head.
 
-    python bench/real/train.py build/smollm2          # goes on where it was interrupted
+    python bench/real/train.py build/smollm2                                # goes on where it was interrupted
+    python bench/real/train.py build/smollm2 --answers 1680 --conversations 1520 --only-texts         # smollm2-texts
 
 Two kinds of texts, each saved in parts of PART, which are not written again:
 
@@ -8,8 +9,9 @@ Two kinds of texts, each saved in parts of PART, which are not written again:
     conversations/   prompts that the model wrote itself, after the beginning of a user's message, and its answers
                      (Xu et al. 2024, "Magpie"). They are more varied, and bring more of the vocabulary
 
-`head/` is the result, which `--draft` takes. The model is the one of `heavypath demo --model smollm2`. The head in
-docs/results.md learnt from such texts in two stages, first from the answers alone: bench/results/smollm2-head.json.
+`texts.safetensors` and `head/` are the results: `--draft retrieval:FILE` and `--draft FOLDER`. The model is the one of
+`heavypath demo --model smollm2`. The head in docs/results.md learnt from such texts in two stages, first from the
+answers alone: bench/results/smollm2-head.json.
 """
 
 import argparse
@@ -22,7 +24,15 @@ from prompts import prompts
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from heavypath.speculative import DistilSettings, SpeculativeDecoder, distil, load_target, most_frequent, new_head
+from heavypath.speculative import (
+    DistilSettings,
+    Retrieval,
+    SpeculativeDecoder,
+    distil,
+    load_target,
+    most_frequent,
+    new_head,
+)
 from heavypath.speculative.files.published import published_model
 from heavypath.speculative.training.documents import Document
 from heavypath.speculative.training.optimization import save_whole, say_now
@@ -96,6 +106,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--answers", type=int, default=1000, help="prompts of prompts.py")
     parser.add_argument("--conversations", type=int, default=1000)
+    parser.add_argument("--only-texts", action="store_true", help="train no head")
     parser.add_argument("--epochs", type=float, default=6)
     parser.add_argument("--vocabulary", type=int, default=12288)
     parser.add_argument("--depths", type=int, default=3)
@@ -106,6 +117,9 @@ def main() -> None:
     documents += written(
         given.folder / "conversations", given.conversations // PART, lambda n: conversations(write, tokenizer, n)
     )
+    Retrieval([document.tokens for document in documents], tokenizer).save(given.folder / "texts.safetensors")
+    if given.only_texts:
+        return
     head = given.folder / "head"
     settings = DistilSettings(
         epochs=given.epochs, length=256, tokens_per_step=2048, depths=given.depths, written=0.0, checkpoint_steps=50

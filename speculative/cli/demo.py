@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from heavypath.speculative.loading import Pair
 
 
-MODELS = {"smollm2": "recall"}  # published models, and their drafts
+MODELS = {"smollm2": "smollm2-texts"}  # published models, and their drafts
 CHAT_KINDS = ("rewriting", "writing", "code")  # of the suite; their first prompts are asked
 CHAT_METHODS = ("autoregressive", "chain", "sequoia", "dyspec", "rsd-s", "ersd")
 

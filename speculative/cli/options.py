@@ -81,7 +81,7 @@ Target = Annotated[
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="A draft model or trained head, given alike; or demo-head, prompt-lookup, recall, "
+        help="A draft model or trained head, given alike; or demo-head, smollm2-texts, prompt-lookup, recall, "
         "lookahead, early-exit:LAYERS, or retrieval:PATH (texts). Default with a --target: recall, which drafts from "
         "text already written. Several: A+B beside each other, 2*A+4*B for so many levels, merge:A+B for sequences of "
         "each (methods specinfer, naive, naive-distinct, top-k)."

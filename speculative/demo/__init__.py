@@ -1,7 +1,8 @@
 """The models that ship with the package: a small Llama target, a smaller draft, their tokenizer, and a trained head.
 
 Everything is read from this folder; nothing is downloaded. `record.json` next to the weights says how they were trained
-and what they reach. `bench/train_demo_pair.py` of the repository trains them again.
+and what they reach. `bench/train_demo_pair.py` of the repository trains them again. In `texts/` is what a published
+model wrote, as a draft for it, by `bench/real/train.py`.
 """
 
 import json

@@ -8,8 +8,10 @@ import torch
 from bench_scripts import script
 from safetensors import safe_open
 
+from heavypath.speculative import Retrieval, load_draft
 from heavypath.speculative.demo import FOLDER, demo_prompts
 from heavypath.speculative.drafts.heads.checkpoint import load_head
+from heavypath.speculative.loading import Pair
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
 from heavypath.speculative.training.learning import measure_agreement
 from heavypath.speculative.training.memory import RowsAtATime
@@ -28,7 +30,9 @@ def head(demo_pair):
 
 def test_all_is_small_and_its_weights_are_safetensors_in_half_precision():
     files = [path for path in FOLDER.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
-    assert sum(path.stat().st_size for path in files) <= 24e6
+    texts = [path for path in files if path.parent.name == "texts"]
+    assert sum(path.stat().st_size for path in {*files} - {*texts}) <= 24e6
+    assert sum(path.stat().st_size for path in texts) <= 8e6
     assert {path.suffix for path in files} == {".json", ".safetensors"}
     for name in ("target", "draft", "head"):
         with safe_open(FOLDER / name / "model.safetensors", "pt") as weights:
@@ -38,6 +42,14 @@ def test_all_is_small_and_its_weights_are_safetensors_in_half_precision():
     assert official < set(tensors), "a head in the official layout"
     assert sum(tensor.numel() for tensor in tensors.values()) == OF_HEAD["parameters"]
     assert {path.name for path in (FOLDER / "head").iterdir()} == {"config.json", "model.safetensors", "record.json"}
+
+
+def test_texts_of_a_published_model_are_of_its_vocabulary_alone(demo_pair):
+    texts = Retrieval.load(FOLDER / "texts" / "smollm2.safetensors")
+    assert texts.tokens > 500_000
+    assert texts.largest < 49_152
+    with pytest.raises(ValueError, match="tokens of another vocabulary than the target's"):
+        load_draft("smollm2-texts", Pair(demo_pair.target, None, demo_pair.tokenizer))
 
 
 def test_the_models_have_the_shapes_that_the_scripts_train(demo_pair, head):

@@ -7,7 +7,8 @@ import pytest
 import torch
 from real_texts import QUESTIONS
 
-from heavypath.speculative import EarlyExit, PromptLookup, Recall, Translated, load_target
+from heavypath.speculative import EarlyExit, Mixture, PromptLookup, Recall, Translated, load_draft, load_target
+from heavypath.speculative.loading import Pair
 
 
 def installed(name: str) -> Path:
@@ -58,6 +59,8 @@ def draft_of(smollm, gemma):
     made = {
         "lookup": PromptLookup, "recall": Recall, "exit": lambda: EarlyExit(6),
         "translated": lambda: Translated(smollm[0], smollm[1], gemma[1]),
+        "texts": lambda: load_draft("smollm2-texts", Pair(smollm[0], None, smollm[1])),
+        "mixture": lambda: Mixture([load_draft("smollm2-texts", Pair(smollm[0], None, smollm[1])), EarlyExit(6)]),
     }  # fmt: skip
     return lambda name: made[name]()
 

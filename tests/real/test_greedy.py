@@ -9,7 +9,8 @@ from heavypath.speculative import SpeculativeDecoder
 pytestmark = [
     pytest.mark.real,
     pytest.mark.parametrize(("model", "draft"), [
-        ("smollm2", "lookup"), ("smollm2", "recall"), ("smollm2", "exit"), ("gemma", "recall"), ("gemma", "translated"),
+        ("smollm2", "lookup"), ("smollm2", "recall"), ("smollm2", "exit"), ("smollm2", "texts"),
+        ("smollm2", "mixture"), ("gemma", "recall"), ("gemma", "translated"),
     ]),
 ]  # fmt: skip
 NEW_TOKENS = 32

@@ -39,7 +39,7 @@ def continuations(smollm):
     return prompt[0], known, law / law.sum()
 
 
-@pytest.mark.parametrize("draft", ["recall", "exit"])
+@pytest.mark.parametrize("draft", ["recall", "texts", "exit"])
 @pytest.mark.parametrize("method", ["sequoia", "specinfer", "ersd"])
 def test_three_tokens_have_the_models_law(smollm, draft_of, continuations, method, draft):
     """A Recall knows the texts of the batches before, so that it proposes more from batch to batch."""
