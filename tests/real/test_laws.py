@@ -35,7 +35,7 @@ def continuations(smollm):
     texts = beginnings[:, prompt.shape[1] :]
     known = texts.unique()
     law = torch.zeros(len(known), len(known), len(known), dtype=torch.float64)
-    law[tuple(torch.searchsorted(known, texts).T)] = chances.double()
+    law[tuple(torch.searchsorted(known, texts.contiguous()).T)] = chances.double()
     return prompt[0], known, law / law.sum()
 
 
@@ -48,7 +48,7 @@ def test_three_tokens_have_the_models_law(smollm, draft_of, continuations, metho
 
     def sample(prompts, seed):
         out = decoder.generate(prompts, 3, TEMPERATURE, top_k=TOP, seed=seed, eos_token_id=None)
-        return torch.searchsorted(known, out.sequences[:, len(prompt) :])
+        return torch.searchsorted(known, out.sequences[:, len(prompt) :].contiguous())
 
     fit = check_losslessness(sample, law, prompt, sequences=TEXTS, batch_size=BATCH)
     assert fit.is_lossless(), fit
