@@ -364,6 +364,11 @@ def _check_modelless(draft: str) -> bool:
         if not what:
             raise ValueError("expected retrieval:PATH, a file that Retrieval.save wrote, a text or a folder of texts")
         if not Path(what).expanduser().exists():
+            if draft in SHIPPED.values():
+                raise FileNotFoundError(
+                    f"no texts in {what!r}: heavypath was built with HEAVYPATH_DEMO=0; install it without that, or "
+                    "take the draft recall"
+                )
             raise FileNotFoundError(f"expected retrieval:PATH, and there is no file or folder {what!r}")
     return draft in ("prompt-lookup", "recall", "lookahead") or kind in ("early-exit", "retrieval")
 

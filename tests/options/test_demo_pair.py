@@ -11,7 +11,7 @@ from safetensors import safe_open
 from heavypath.speculative import Retrieval, load_draft
 from heavypath.speculative.demo import FOLDER, demo_prompts
 from heavypath.speculative.drafts.heads.checkpoint import load_head
-from heavypath.speculative.loading import Pair
+from heavypath.speculative.loading import SHIPPED, Pair
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
 from heavypath.speculative.training.learning import measure_agreement
 from heavypath.speculative.training.memory import RowsAtATime
@@ -49,6 +49,12 @@ def test_texts_of_a_published_model_are_of_its_vocabulary_alone(demo_pair):
     assert texts.tokens > 500_000
     assert texts.largest < 49_152
     with pytest.raises(ValueError, match="tokens of another vocabulary than the target's"):
+        load_draft("smollm2-texts", Pair(demo_pair.target, None, demo_pair.tokenizer))
+
+
+def test_a_package_without_texts_says_so(demo_pair, monkeypatch, tmp_path):
+    monkeypatch.setitem(SHIPPED, "smollm2-texts", f"retrieval:{tmp_path / 'smollm2.safetensors'}")
+    with pytest.raises(FileNotFoundError, match=r"built with HEAVYPATH_DEMO=0; .* or take the draft recall"):
         load_draft("smollm2-texts", Pair(demo_pair.target, None, demo_pair.tokenizer))
 
 
