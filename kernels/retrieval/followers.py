@@ -206,7 +206,7 @@ def _followers_kernel(
 
 @triton.jit
 def match_lengths(before_ptr, context, start, text, M: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the lengths of the matches of a block of corpus rows, and the numbers of these rows.
+    """Return the lengths of the matches of BLOCK rows of the sequence, from row `start`, and the numbers of these rows.
 
     The tokens before a row are compared with the context, nearest first, up to the first that differs.
     """

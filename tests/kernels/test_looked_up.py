@@ -103,6 +103,15 @@ def test_what_is_found_is_what_the_plain_form_finds(draft_of, kind):
         assert all(map(torch.equal, *ways)), seed
 
 
+def test_as_many_places_count_as_in_the_plain_form():
+    """Before token 0 stand forty others, each once, of which 32 are proposed."""
+    text = torch.tensor([[token for other in range(1, 41) for token in (0, other)] + [0]])
+    draft, root = LookupDraft(PromptLookup(1), 41, CPU), torch.tensor([text.shape[1] - 1])
+    ways = [levels_of(draft, text, root, 0, is_plain=is_plain) for is_plain in (False, True)]
+    assert all(map(torch.equal, *ways))
+    assert (ways[0][0] > -torch.inf).sum() == 32
+
+
 @pytest.mark.parametrize("draft_of", [lookup_draft, retrieval_draft, recall_draft])
 def test_a_text_read_in_pieces_leaves_the_rows_of_one_read_at_once(draft_of):
     """Each sequence goes on at a row of its own."""
