@@ -6,7 +6,6 @@
 
 #include "attention.h"
 #include "norms.h"
-#include "products.h"
 
 namespace heavypath {
 
@@ -66,7 +65,7 @@ inline int64_t whole_blocks(int64_t count) { return (count + BLOCK - 1) / BLOCK 
 // Where the intermediate results of a call lie, in fp32.
 template <typename Number>
 struct Scratch {
-    int64_t normed_stride, projected_stride, mixed_stride, gated_stride, query_stride, scores;
+    int64_t normed_stride, projected_stride, mixed_stride, gated_stride, query_stride, room;
     float *hidden, *normed, *projected, *mixed, *gated, *own;
     int64_t own_floats, floats;
 
@@ -76,8 +75,8 @@ struct Scratch {
         projected_stride = whole_blocks((m.heads + 2 * m.kv_heads) * m.head_dim);
         mixed_stride = m.heads * m.head_dim, gated_stride = whole_blocks(m.intermediate);
         query_stride = (m.head_dim + WIDTH - 1) / WIDTH * WIDTH;
-        scores = (c.cache_size + c.columns + 32) * QUERIES;
-        own_floats = (scores + QUERIES * query_stride + (QUERIES * c.columns) / 4 + 16 + 15) / 16 * 16;
+        room = attention_room(c.cache_size + c.columns, m.head_dim);
+        own_floats = (room + QUERIES * query_stride + (QUERIES * c.columns) / 4 + 16 + 15) / 16 * 16;
         float* next = c.scratch;
         auto take = [&](int64_t count) {
             float* taken = next;
@@ -189,24 +188,18 @@ struct Pass {
 
     void attention(const Layer<Number>& layer, int64_t index) const {
         const int64_t group = m.heads / m.kv_heads, queries = group * c.nodes, width = m.head_dim;
-        const int64_t quads = (queries + QUERIES - 1) / QUERIES, items = c.batch * m.kv_heads * quads;
-        float* p = s.own + thread * s.own_floats;
-        float* scaled = p + s.scores;
+        const int64_t parts = (queries + QUERIES - 1) / QUERIES, items = c.batch * m.kv_heads * parts;
+        float* room = s.own + thread * s.own_floats;
+        float* scaled = room + s.room;
         uint8_t* visible = reinterpret_cast<uint8_t*>(scaled + QUERIES * s.query_stride);
         for (int64_t item = begin_of(items), end = end_of(items); item < end; item++) {
-            const int64_t kv_head = item / quads % m.kv_heads, sequence = item / quads / m.kv_heads;
+            const int64_t part = item % parts, kv_head = item / parts % m.kv_heads, sequence = item / parts / m.kv_heads;
             const int64_t length = c.lengths[sequence * c.length_step];
+            const int64_t first = queries * part / parts, count = queries * (part + 1) / parts - first;
             Sight sights[QUERIES];
             float* out[QUERIES];
-            for (int q = 0; q < QUERIES; q++) {
-                const int64_t query = item % quads * QUERIES + q;
-                out[q] = nullptr;
-                if (query >= queries) {
-                    sights[q] = sights[0];
-                    memset(scaled + q * s.query_stride, 0, 4 * s.query_stride);
-                    continue;
-                }
-                const int64_t node = query / group, head = kv_head * group + query % group;
+            for (int64_t q = 0; q < count; q++) {
+                const int64_t node = (first + q) / group, head = kv_head * group + (first + q) % group;
                 const int64_t row = sequence * c.nodes + node;
                 const float* from = s.projected + row * s.projected_stride + head * width;
                 for (int64_t i = 0; i < width; i += WIDTH)
@@ -216,7 +209,8 @@ struct Pass {
                 sights[q] = {sees(layer, sequence, node, length, own), own};
             }
             const int64_t place = sequence * c.batch_stride + index * c.layer_stride + kv_head * c.head_stride;
-            attend<Number>(scaled, sights, c.keys + place, c.values + place, width, length, c.columns, p, out);
+            attend<Number>(count, scaled, s.query_stride, sights, c.keys + place, c.values + place, width, length, c.columns,
+                           room, out);
         }
 #pragma omp barrier
     }
@@ -339,6 +333,7 @@ using namespace heavypath;
 
 extern "C" {
 int64_t block() { return BLOCK; }
+int64_t parts() { return PARTS; }
 
 // y [rows, outputs] = x [rows, columns] by a weight, + its bias.
 void product_fp32(const Weight<float>* weight, const float* x, int64_t rows, float* y, int64_t threads) {

@@ -41,7 +41,7 @@ class NormStruct(Structure):
 class Blocks(NamedTuple):
     """Weights [N_i, K] of layers that share an input, stacked and repacked in blocks of outputs.
 
-    weight: [blocks, K, BLOCK], the last block padded with zeros
+    weight: [blocks, PARTS, steps, BLOCK], of which part p has the columns p, PARTS + p, ..; padded with zeros
     bias:   [blocks * BLOCK], or None if no layer has one
     struct: the argument of the kernels
     """
@@ -62,20 +62,22 @@ class Blocks(NamedTuple):
             bias = _in_blocks([each[:, None] for each in present], paired).flatten()
         else:
             bias = None
-        blocks = _in_blocks(weights, paired)
+        blocks = _in_blocks(weights, paired)  # [blocks, BLOCK, K]
+        columns = blocks.shape[2]
+        parts = compiled().parts()
+        split = pad(blocks, (0, -columns % parts)).unflatten(2, (-1, parts)).permute(0, 3, 2, 1)
+        weight = _HUGE_PAGES.room(split.nbytes).view(split.dtype).view(split.shape).copy_(split)
         outputs = sum(map(len, weights))
-        struct = WeightStruct(blocks.data_ptr(), None if bias is None else bias.data_ptr(), outputs, blocks.shape[1])
-        return cls(blocks, bias, struct)
+        struct = WeightStruct(weight.data_ptr(), None if bias is None else bias.data_ptr(), outputs, columns)
+        return cls(weight, bias, struct)
 
 
 def _in_blocks(weights: Sequence[Tensor], paired: bool) -> Tensor:
-    """Repack weights [N_i, K] as [blocks, K, BLOCK]."""
-    lib = compiled()
-    width = lib.block() // (2 if paired else 1)
+    """Return weights [N_i, K] as [blocks, BLOCK, K]."""
+    width = compiled().block() // (2 if paired else 1)
     joined = weights if paired else [torch.cat([*weights]) if len(weights) > 1 else weights[0]]
     cut = [pad(each, (0, 0, 0, -len(each) % width)).unflatten(0, (-1, width)) for each in joined]
-    blocks = torch.cat(cut, 1).transpose(1, 2)
-    return _HUGE_PAGES.room(blocks.nbytes).view(blocks.dtype).view(blocks.shape).copy_(blocks)
+    return torch.cat(cut, 1)
 
 
 class _HugePages:
@@ -109,12 +111,11 @@ _HUGE_PAGES = _HugePages()
 
 def product(hidden: Tensor, blocks: Blocks) -> Tensor:
     """Return hidden [..., K] times the weight, [..., N]; ValueError for rows of another dtype or width."""
-    weight = blocks.weight
-    if (hidden.dtype, hidden.shape[-1]) != (weight.dtype, weight.shape[1]):
+    weight, struct = blocks.weight, blocks.struct
+    if (hidden.dtype, hidden.shape[-1]) != (weight.dtype, struct.columns):
         given = f"{hidden.dtype} {[*hidden.shape]}"
-        raise ValueError(f"product needs rows [..., {weight.shape[1]}] of {weight.dtype}, got {given}")
+        raise ValueError(f"product needs rows [..., {struct.columns}] of {weight.dtype}, got {given}")
     rows = hidden.reshape(-1, hidden.shape[-1]).float().contiguous()
-    struct = blocks.struct
     result = hidden.new_empty(*hidden.shape[:-1], struct.outputs)
     multiply = getattr(compiled(), f"product_{TYPES[hidden.dtype]}")
     count = c_int64(len(rows))

@@ -100,7 +100,8 @@ void rule_of_head(const TreeRule& t, int64_t b, int64_t h) {
             std::copy(from, from + width, &block[k * BLOCK]);
         }
         sums.assign(rows * BLOCK, 0);
-        add_groups(rows, faded.data(), wide, block.data(), t.key_columns, sums.data());
+        const Piece<float> whole{block.data(), BLOCK, PARTS * BLOCK, t.key_columns};
+        add_groups(rows, faded.data(), wide, whole, sums.data());
         for (int64_t i = 0; i < rows; i++) {
             float* to = i < t.nodes ? row_of(t.out, i) : &right[(i - t.nodes) * t.columns];
             std::copy(&sums[i * BLOCK], &sums[i * BLOCK] + width, to + first);

@@ -66,6 +66,14 @@ inline Floats load(const BFloat* from) {
     return same_bits<Floats>(__builtin_convertvector(loaded, Words) << 16);
 }
 
+inline float number(float value) { return value; }
+inline float number(BFloat value) { return same_bits<float>(uint32_t(value.bits) << 16); }
+
+template <typename Number>
+inline Four load_four(const Number* from) {
+    return Four{number(from[0]), number(from[1]), number(from[2]), number(from[3])};
+}
+
 // The first `count` numbers, at most WIDTH, and zeros behind them.
 template <typename Number>
 inline Floats load(const Number* from, int64_t count) {
@@ -125,17 +133,15 @@ inline Four folded(Vector whole) {
 typedef int32_t Picks __attribute__((vector_size(16)));
 #endif
 
-// The sums of four vectors.
-inline Four sums(Floats a, Floats b, Floats c, Floats d) {
-    const Four fa = folded(a), fb = folded(b), fc = folded(c), fd = folded(d);
-    const Four ab = PICK(fa, fb, 0, 1, 4, 5) + PICK(fa, fb, 2, 3, 6, 7);
-    const Four cd = PICK(fc, fd, 0, 1, 4, 5) + PICK(fc, fd, 2, 3, 6, 7);
-    return PICK(ab, cd, 0, 2, 4, 6) + PICK(ab, cd, 1, 3, 5, 7);
-}
-
 inline float sum(Floats values) {
     const Four four = folded(values);
     return (four[0] + four[1]) + (four[2] + four[3]);
+}
+
+inline float most(Floats values) {
+    float largest = values[0];
+    for (int lane = 1; lane < WIDTH; lane++) largest = values[lane] > largest ? values[lane] : largest;
+    return largest;
 }
 
 // exp(x) to two units in the last place, 0 below -87 and exp(88) above 88. The coefficients are those of Cephes' expf.
