@@ -16,7 +16,7 @@ from heavypath.speculative.drafts.indexed import IndexedCache, text_cache
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.trees.tails import LOOKUP, SAMPLED_LOOKUP, Usual
+from heavypath.speculative.trees.tails import Usual, of_lookup
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class LookupDraft(Draft):
 
     def usual_acceptance(self, temperature: float) -> Usual:
         """The usual acceptance of lookups, which is lower if the target samples."""
-        return LOOKUP if temperature == 0 else SAMPLED_LOOKUP
+        return of_lookup(temperature)
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """fp32 logits [B, n, V] after each node: -inf for all tokens if no suffix occurred before.

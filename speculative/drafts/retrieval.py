@@ -22,7 +22,7 @@ from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.texts import Text, tokens_of
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.trees.tails import RETRIEVAL, SAMPLED_LOOKUP, Usual
+from heavypath.speculative.trees.tails import Usual, of_retrieval
 
 FORMAT = "heavypath retrieval 1"
 MOST_NGRAM = 64
@@ -177,7 +177,7 @@ class RetrievalDraft(Draft):
 
     def usual_acceptance(self, temperature: float) -> Usual:
         """The usual acceptance of retrieval, lower above temperature 0: sampled output repeats itself less."""
-        return RETRIEVAL if temperature == 0 else SAMPLED_LOOKUP
+        return of_retrieval(temperature)
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """fp32 logits [B, n, V] after each node; -inf for tokens that never followed its last token.
