@@ -1,9 +1,9 @@
 """The compiled pass over a target of a few shapes by its number of rows, and what this CPU could do at best.
 
-    [HEAVYPATH_MARCH=x86-64-v3] python bench/native.py [--shape smollm2] [--dtype float32] [--threads 1] [--json FILE]
+    [HEAVYPATH_MARCH=x86-64-v3] python bench/native.py [--shape smollm2] [--dtype float32] [--prefix 128] [--json FILE]
 
-The weights are random. A pass is of a chain of so many nodes behind a prefix of 128 tokens. It reads all weights, and
-multiplies each node by them:
+The weights are random. A pass is of a chain of so many nodes behind a prefix. It reads all weights, and multiplies each
+node by them:
 
     read      a dot product of the halves of every weight, from the copies that the pass reads (PyTorch)
     multiply  a product of two matrices of 1,024 x 1,024 in fp32, by oneDNN or MKL, the faster of the two
@@ -37,7 +37,6 @@ SHAPES = {  # hidden, intermediate, layers, heads, key heads, tokens
     "smollm2": (576, 1536, 30, 9, 3, 49152),
     "llama-1b": (2048, 8192, 16, 32, 8, 128256),
 }
-PREFIX = 128
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 SIDE = 1024
 
@@ -74,14 +73,14 @@ def multiply_seconds(rounds: int, clock: Callable[[], float]) -> float:
     return min(map(min, in_turns(ways, rounds, clock=clock).values())) / SIDE**3
 
 
-def pass_of(forward: LlamaForward, nodes: int) -> Run:
-    """A pass of a chain of nodes behind the prefix, as steps repeat it."""
-    cache = forward.new_cache(1, PREFIX + nodes)
+def pass_of(forward: LlamaForward, nodes: int, prefix: int) -> Run:
+    """A pass of a chain of nodes behind a prefix of so many tokens, as steps repeat it."""
+    cache = forward.new_cache(1, prefix + nodes)
     vocab = forward.model.config.vocab_size
-    forward.prefill(torch.randint(vocab, (1, PREFIX)), cache)
-    places = torch.arange(PREFIX, PREFIX + nodes)[None]
+    forward.prefill(torch.randint(vocab, (1, prefix)), cache)
+    places = torch.arange(prefix, prefix + nodes)[None]
     end = torch.full((nodes,), nodes)
-    mask = TreeMask(prefix_length=torch.tensor(PREFIX), visible_rows=PREFIX + nodes, subtree_end=end)
+    mask = TreeMask(prefix_length=torch.tensor(prefix), visible_rows=prefix + nodes, subtree_end=end)
     tokens = torch.randint(vocab, (1, nodes))
     with recorded() as recording:
         forward(tokens, places, places, cache, mask)
@@ -98,7 +97,7 @@ def products_of(blocks: Sequence[Blocks], nodes: int) -> Run:
     return recording.replay
 
 
-def rows_of(shape: str, dtype: torch.dtype, rounds: int, clock: Callable[[], float]) -> Iterator[Row]:
+def rows_of(shape: str, dtype: torch.dtype, prefix: int, rounds: int, clock: Callable[[], float]) -> Iterator[Row]:
     """One row of results for each number of nodes."""
     model = model_of(shape, dtype)
     forward, blocks = LlamaForward(model), blocks_of(model)
@@ -107,7 +106,8 @@ def rows_of(shape: str, dtype: torch.dtype, rounds: int, clock: Callable[[], flo
     multiply = multiply_seconds(rounds, clock)
     runs: dict[str, Run] = {"read": lambda: [torch.dot(first, second) for first, second in halves]}
     for nodes in ROWS:
-        runs[f"pass {nodes}"], runs[f"products {nodes}"] = pass_of(forward, nodes), products_of(blocks, nodes)
+        runs[f"pass {nodes}"] = pass_of(forward, nodes, prefix)
+        runs[f"products {nodes}"] = products_of(blocks, nodes)
     times = {name: median(every) for name, every in in_turns(runs, rounds, clock=clock).items()}
     read = times["read"]
     for nodes in ROWS:
@@ -116,6 +116,7 @@ def rows_of(shape: str, dtype: torch.dtype, rounds: int, clock: Callable[[], flo
             "instructions": compiled_for(),
             "shape": shape,
             "dtype": str(dtype).removeprefix("torch."),
+            "prefix": prefix,
             "nodes": nodes,
             "read ms": round(1e3 * read, 2),
             "multiply ms": round(1e3 * multiplied, 2),
@@ -137,13 +138,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="smollm2")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--prefix", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--processor-time", action="store_true")
     given = options_of(parser, argv, shape="miniature", rounds=1)
     clock = time.process_time if given.processor_time else time.perf_counter
     with torch.inference_mode():
-        rows = rows_of(given.shape, getattr(torch, given.dtype), given.rounds, clock)
-        facts, constant = environment("cpu", given, "processor_time"), ("instructions", "shape", "dtype")
+        rows = rows_of(given.shape, getattr(torch, given.dtype), given.prefix, given.rounds, clock)
+        facts, constant = environment("cpu", given, "processor_time"), ("instructions", "shape", "dtype", "prefix")
         report(rows, facts, given.json, without=constant, title=compiled_for())
 
 

@@ -48,6 +48,7 @@ from heavypath.speculative.tree_choice import (
     usual_acceptance,
 )
 from heavypath.speculative.trees.growth import Growth
+from heavypath.speculative.trees.tails import Usual
 from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ class TreeByCosts(TreePolicy):
         self._draft = draft
         self._is_fixed = self._draft.why_not_measured != ""  # without a usual acceptance: one tree for all batches
         self._can_rest = draft.can_rest
-        self._found: dict[tuple[int, bool], TokenTree | Growth] = {}
+        self._found: dict[tuple[int, Usual], TokenTree | Growth] = {}
         self._is_toy = is_toy(target)
         self._by_batch: dict[tuple[float, int, bool], TreesByBatch] = {}
         self.cost = StepCosts(target, self._draft, length)
@@ -316,7 +317,7 @@ class TreeByCosts(TreePolicy):
         return tree if tokens >= SURELY * self.cost(tree, batch) else ROOT
 
     def _tree(self, batch: int, temperature: float) -> TokenTree | Growth:
-        asked = batch, temperature == 0
+        asked = batch, usual_acceptance(self._method, self._draft, temperature)
         if asked not in self._found:
             tree = tree_by_estimates(self._method, self._target, self._draft, batch, temperature, self._length)
             is_alone = batch == 1 and (tree == self.alone or self._is_toy)

@@ -94,7 +94,7 @@ TRAINED_HEAD = Usual(0.72, 0.93)
 # all at high temperatures. Texts that were written before, in which `Retrieval` and `Recall` look, are followed longer
 # than a prompt.
 COOL = 0.8  # temperatures below it are as 0.6, others as 1
-LOOKUP, COOL_LOOKUP, SAMPLED_LOOKUP = Usual(0.45, 0.8, 0.1), Usual(0.27, 0.77, 0.1), Usual(0.25, 0.9, 0.1)
+LOOKUP, COOL_LOOKUP, SAMPLED_LOOKUP = Usual(0.45, 0.8, 0.1), Usual(0.27, 0.77, 0.1), Usual(0.2, 1.0, 0.1)
 RETRIEVAL, COOL_RETRIEVAL = Usual(0.7, 0.92, 0.1), Usual(0.33, 0.76, 0.1)
 
 
