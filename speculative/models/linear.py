@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from heavypath.kernels.native.library import library
 from heavypath.kernels.native.products import TYPES, Blocks, product
@@ -36,6 +37,7 @@ Products = Callable[[Tensor], Sequence[Tensor]]  # from an input [rows, K], one 
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")  # version 2, where a container sees its own group
 SAMPLE = 16
+_SILU = {type(ACT2FN[name]) for name in ("silu", "swish")}
 
 _packed: "weakref.WeakValueDictionary[tuple[object, ...], Packed]" = weakref.WeakValueDictionary()
 _lock = threading.Lock()
@@ -149,6 +151,11 @@ def is_linear(layer: Any, *others: str) -> bool:
     """Whether a layer is PyTorch's nn.Linear without hooks, with a plain weight or one of a class named in `others`."""
     usual = type(layer) is nn.Linear and not has_hooks(layer)
     return usual and (type(layer.weight) in (nn.Parameter, Tensor) or type(layer.weight).__name__ in others)
+
+
+def is_silu(activation: nn.Module) -> bool:
+    """Whether an activation is SiLU by transformers' own module, without hooks."""
+    return type(activation) in _SILU and not has_hooks(activation)
 
 
 def _look_of(parameter: Tensor) -> tuple[int, int, Tensor]:

@@ -21,14 +21,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from heavypath.kernels.layers.gated import silu_product
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Forward, Taps, TreeMask, as_logits, check_window
 from heavypath.speculative.models.functions import is_published, strange_parts
-from heavypath.speculative.models.joined import JoinedProducts, Joining, gated_by
+from heavypath.speculative.models.joined import JoinedProducts, Joining
 from heavypath.speculative.models.layer_weights import streamed, weights_of
-from heavypath.speculative.models.linear import Linears, Product, Products, as_it_lies, each_alone
+from heavypath.speculative.models.linear import Linears, Product, Products, as_it_lies, each_alone, is_silu
 from heavypath.speculative.models.native import Ends, native_pass
 from heavypath.speculative.models.structure import attentions_of, has_hooks
 from heavypath.speculative.names import load
@@ -150,10 +151,18 @@ class LlamaForward(Forward):
         linears = self._linears = Linears(self.name, copied)
         ends = Ends(model.get_input_embeddings().weight, self._norm, model.lm_head)
         self._native = native_pass(self._layers, [*model.parameters()], ends, linears, self.rope_limit)
-        joining = Joining(model)
-        one, apart = (linears.one, linears.together) if self._native is None else (as_it_lies, each_alone)
+        one: Callable[[nn.Module], Product] = as_it_lies
+        together: Callable[[Sequence[nn.Module]], Products] = each_alone
+        if self._native is None:  # else PyTorch runs only what the compiled pass does not take
+            joining = Joining(model)
+
+            def joined_or_copied(modules: Sequence[nn.Module]) -> Products:
+                return joining.products(modules) or linears.together(modules)
+
+            one = linears.one
+            together = joined_or_copied
         for layer in self._layers:
-            layer.look_up(one, lambda modules: joining.products(modules) or apart(modules))
+            layer.look_up(one, together)
         self._head = self.parts.joined(model.lm_head, one(self.parts.of(model.lm_head)))
         self._embed = self.parts.embedded(self.embedding)
         if self.stream is None and isinstance(self._layers[0].project, JoinedProducts):  # on a GPU
@@ -283,6 +292,17 @@ def turns_of(rotary_emb: Any, positions: Tensor, like: Tensor) -> Tensor:
     cos, sin = (turn[0] for turn in rotary_emb(like, positions[None]))
     half = cos.shape[-1] // 2
     return torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], -1)], 1)
+
+
+def gated_by(activation: nn.Module, products: Products) -> Product:
+    """A function from an MLP's input [R, H] to act(gate) * up, [R, F]; with SiLU in one launch where that is possible.
+
+    activation: the module act; products: a function from the input to the products with gate and up
+    """
+    if isinstance(products, JoinedProducts) and is_silu(activation):
+        return products.gated
+    gated = silu_product if is_silu(activation) else lambda gate, up: activation(gate) * up
+    return lambda hidden: gated(*products(hidden))
 
 
 def is_plain_embedding(module: nn.Module) -> bool:
