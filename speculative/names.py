@@ -89,6 +89,7 @@ FEATURES = {
     "Adapting": "heavypath.speculative.adapting",
     "agreement_of": "heavypath.speculative.ranks.agreement",
     "checked_verifier": "heavypath.speculative.decoding.verifiers",
+    "Device": "heavypath.speculative.costs.roofline",
     "CudaGraphs": "heavypath.speculative.decoding.graphs",
     "GenerateCall": "heavypath.speculative.custom_generate",
     "growing_drafter": "heavypath.speculative.decoding.growing",

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from heavypath.kernels.attention.layouts import MAX_NODES
 from heavypath.kernels.numbers import whole
-from heavypath.speculative.costs.estimates import estimated_for, estimates
-from heavypath.speculative.costs.roofline import Work
+from heavypath.speculative.costs.estimates import Work, estimated_for, estimates
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.forward import Forward
