@@ -95,6 +95,7 @@ FEATURES = {
     "growing_drafter": "heavypath.speculative.decoding.growing",
     "inputs_of": "heavypath.speculative.models.prompt_inputs",
     "ProcessedSteps": "heavypath.speculative.processors.steps",
+    "Joining": "heavypath.speculative.models.joined",
     "Processing": "heavypath.speculative.decoding.processing",
     "profile_of": "heavypath.speculative.tree_by_profile",
     "recurrent_forward": "heavypath.speculative.models.recurrent.qwen",
