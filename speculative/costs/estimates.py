@@ -95,28 +95,36 @@ class Work(NamedTuple):
         config = model.config.get_text_config(decoder=True)
         share = model.layers / config.num_hidden_layers  # of an early exit
         experts, chosen = experts_among(config, model.weights())
+        expert_bytes = sum(weight.nbytes * part_owned(weight) for weight in experts)
+        expert_weights = sum(weight.numel() * part_owned(weight) for weight in experts)
         return cls(
-            int(weight_bytes * share),
-            int(weights * share),
-            model.layers,
-            model.dtype.itemsize,
-            int(sum(weight.nbytes * part_owned(weight) for weight in experts)),
-            int(sum(weight.numel() * part_owned(weight) for weight in experts)),
-            chosen,
+            weight_bytes=int(weight_bytes * share),
+            weights=int(weights * share),
+            layers=model.layers,
+            itemsize=model.dtype.itemsize,
+            expert_bytes=int(expert_bytes),
+            expert_weights=int(expert_weights),
+            chosen=chosen,
         )
 
     @classmethod
     def split(cls, model: Drafting) -> "tuple[Work, Work]":
         """A draft's work once per step, and once per level. A pass that drafts all levels at once counts per step."""
+        whole = cls.of(model)
         nothing = cls(0, 0, 0, model.dtype.itemsize)
         if model.is_head:
             passed = model.pass_weights()
-            return cls._with(passed, model.layers, model.dtype.itemsize) if passed else nothing, cls.of(model)
-        return (cls.of(model), nothing) if model.drafts_at_once else (nothing, cls.of(model))
+            once = cls._with(passed, model.layers, model.dtype.itemsize) if passed else nothing
+            return once, whole
+        if model.drafts_at_once:
+            return whole, nothing
+        return nothing, whole
 
     @classmethod
     def _with(cls, weights: Sequence[Tensor], layers: int, itemsize: int) -> "Work":
-        return cls(sum(one.nbytes for one in weights), sum(one.numel() for one in weights), layers, itemsize)
+        weight_bytes = sum(weight.nbytes for weight in weights)
+        count = sum(weight.numel() for weight in weights)
+        return cls(weight_bytes, count, layers, itemsize)
 
 
 def estimates(
@@ -150,9 +158,14 @@ def attention_by_length(target: Forward) -> dict[int, Attention]:
     if target.stream is not None or target.device.type != "cuda":
         return {}
     device = load("Device").of(target.device)
+    attention_to = load("attention_to")
     longest = min(target.max_positions, LONGEST_PROMPT)
-    lengths = [1 << power for power in range(LONG.bit_length() - 1, int(longest).bit_length())]
-    return {length: load("attention_to")(target, length, device) for length in lengths}
+    found: dict[int, Attention] = {}
+    length = LONG
+    while length <= longest:
+        found[length] = attention_to(target, length, device)
+        length *= 2
+    return found
 
 
 def estimated_for(target: Forward) -> str:
@@ -169,15 +182,17 @@ def pass_seconds(work: Work, dtype: torch.dtype, nodes: int, batch: int) -> floa
     work: what the pass reads; dtype: of the weights; a type without a compiled pass counts as fp32
     """
     name = str(dtype).removeprefix("torch.")
-    row, multiply = (share.get(name, share["float32"]) for share in (ROW, MULTIPLY))
     if not work.weights:
         return 0.0
+    row = ROW.get(name, ROW["float32"])
+    multiply = MULTIPLY.get(name, MULTIPLY["float32"])
     is_alone = torch.get_num_threads() == 1
     bandwidth = ALONE * BANDWIDTH if is_alone else BANDWIDTH
     if work.weight_bytes <= IN_CACHE:
         bandwidth = CACHE
     rows = batch * nodes
-    products = work.weight_bytes / bandwidth * max(1 + row * (rows - 1), multiply * rows)
+    reading = work.weight_bytes / bandwidth
+    products = reading * max(1 + row * (rows - 1), multiply * rows)
     layer = LAYER if is_alone else LAYER + WAIT
     return products + (work.layers + 1) * layer + batch * work.layers * SEQUENCE_LAYER
 
@@ -206,12 +221,18 @@ def experts_among(config: Any, weights: Iterable[tuple[str, Tensor]]) -> tuple[l
 
     Without experts: an empty list and 1.
     """
-    count, each = (_largest(config, names) for names in (_EXPERTS, _CHOSEN))
+    count = _largest(config, _EXPERTS)
+    chosen = _largest(config, _CHOSEN)
     found = [weight for name, weight in weights if ".experts." in name and weight.shape[:1] == (count,)]
-    return (found, each / count) if found and 0 < each <= count else ([], 1.0)
+    if not found or not 0 < chosen <= count:
+        return [], 1.0
+    return found, chosen / count
 
 
 def _largest(config: Any, names: Sequence[str]) -> int:
     """The number in a config under the first of these names that it has; of a list the largest; 0 without any."""
-    found = next(filter(None, (getattr(config, name, None) for name in names)), 0)
-    return found if isinstance(found, int) else max(found)
+    for name in names:
+        found = getattr(config, name, None)
+        if found:
+            return found if isinstance(found, int) else max(found)
+    return 0
