@@ -172,8 +172,8 @@ class Step:
     def _commit(self, drafted: Drafted, verified: Verified, state: Sequences) -> None:
         """Append the accepted and bonus tokens to the sequences in `state`, and update its numbers and counts."""
         written = State(state.numbers, state.output, state.stops, state.seen, state.counts)
-        commit = step_kernels(state.root.device).commit
-        commit(written, drafted.nodes, drafted.depths, verified, self.plan.branching)
+        kernels = step_kernels(state.root.device)
+        kernels.commit(written, drafted.nodes, drafted.depths, verified, self.plan.branching)
 
 
 class LogitChanges:
