@@ -38,7 +38,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from heavypath.speculative.costs.roofline import Work
+from heavypath.speculative.costs.estimates import Work
 from heavypath.speculative.decoding.drafted import Shape
 from heavypath.speculative.decoding.run import SlotNumbers, Watcher
 from heavypath.speculative.decoding.sequences import Sequences

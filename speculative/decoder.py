@@ -118,7 +118,8 @@ class SpeculativeDecoder:
     def __reduce__(self) -> tuple[Any, ...]:
         """Support for copy and pickle, which build a new decoder from the models, the method and the options."""
         later = {} if self.trees is self._trees_of_options else {"trees": self.trees}
-        return partial(type(self), **self._options), (self.target, self._given_draft, self.method), (None, later)
+        make = partial(type(self), **self._options)
+        return make, (self.target, self._given_draft, self.method), (None, later)
 
     @property
     def _models(self) -> list[Any]:
@@ -177,7 +178,8 @@ class SpeculativeDecoder:
         request = self._request(input_ids, max_new_tokens, temperature, given, seed=given.get("seed", 0))
         plan = self._plan(request)
         self._warn_of_request(request, plan, has_mask=given.get("attention_mask") is not None)
-        self._peers.begin_text(request.to_compare() | {"tree": (plan.tree, plan.others)}, self._target)
+        to_compare = request.to_compare() | {"tree": (plan.tree, plan.others)}
+        self._peers.begin_text(to_compare, self._target)
         stats = self._statistics(request, plan, begin)
         watched = nullcontext(([], None))
         asked = [given[name] for name in WATCHED if given.get(name) is not None]
@@ -189,23 +191,32 @@ class SpeculativeDecoder:
             watched as (watchers, chosen),
             self.runner.workspace(request, plan) as workspace,
         ):
+            reused = workspace.begin(request, plan)
+            before_roots = int((request.lengths - 1).sum())
             stats.cache_bytes = workspace.cache_bytes
-            stats.reused_tokens = sum(workspace.begin(request, plan))
-            stats.prefill_tokens = int((request.lengths - 1).sum()) - stats.reused_tokens
+            stats.reused_tokens = sum(reused)
+            stats.prefill_tokens = before_roots - stats.reused_tokens
             stats.lap("prefill")
             trees = self._trees_of(request)
-            if len(trees.candidates(request.filters, len(input_ids))) > 1:
-                watchers.append(trees.watcher(plan, request.filters, len(input_ids)))
+            batch = len(input_ids)
+            if len(trees.candidates(request.filters, batch)) > 1:
+                watchers.append(trees.watcher(plan, request.filters, batch))
             new = decode(request, plan, self.runner, workspace, stats=stats, watchers=watchers)
             cache = self.runner.keep(workspace, request, plan)
         logger.debug("%d new tokens in %d steps, %.3f s", stats.new_tokens, stats.steps, stats.total_seconds)
         self._draft.learn(request.prompt, request.lengths, new, stats.tokens_of)
         self._warn_of_loss(request, plan, stats)
+        scores = None
+        if chosen and given.get("output_scores"):
+            scores = chosen.scores(request.filters)
+        logits = None
+        if chosen and given.get("output_logits"):
+            logits = chosen.logits()
         return Generation(
             sequences=torch.cat([input_ids, new], 1),
             stats=stats,
-            scores=chosen.scores(request.filters) if chosen and given.get("output_scores") else None,
-            logits=chosen.logits() if chosen and given.get("output_logits") else None,
+            scores=scores,
+            logits=logits,
             _cache=weakref.ref(cache),
             _kept=self.runner.kept,
         )
@@ -238,7 +249,8 @@ class SpeculativeDecoder:
             self._notice_changes()
             self._notice_changes_of_draft()
             prompt = torch.zeros(1, 1, dtype=torch.long, device=self._target.device)
-            return replace(self._plan(self._request(prompt, 1, 1.0, NOTHING)), draft=self._draft)
+            request = self._request(prompt, 1, 1.0, NOTHING)
+            return replace(self._plan(request), draft=self._draft)
 
         filters = partial(draft_filters_of, self._options)
         return load("serve")(plan, self.trees.for_serving, self._request, filters, slots, self.runner, **limits)
@@ -269,7 +281,8 @@ class SpeculativeDecoder:
         prompts = torch.zeros(shape, dtype=torch.long, device=self._target.device)
         request = self._request(prompts, max_new_tokens, temperature, given)
         plan = self._plan(request)
-        load("warm_up")(self.runner, request, plan, self._trees_of(request).to_warm_up(request.filters, batch_size))
+        tree_of = self._trees_of(request).to_warm_up(request.filters, batch_size)
+        load("warm_up")(self.runner, request, plan, tree_of)
         seconds = time.perf_counter() - begin
         logger.debug("warmed up in %.2f s: up to %d sequences, %s", seconds, batch_size, request.filters)
         return seconds

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from heavypath.kernels.attention.layouts import MAX_NODES
 from heavypath.kernels.numbers import whole
-from heavypath.speculative.costs.estimates import estimated_for, estimates
-from heavypath.speculative.costs.roofline import Work
+from heavypath.speculative.costs.estimates import Work, estimated_for, estimates
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.forward import Forward
@@ -104,11 +103,15 @@ def as_drafted(method: str, tree: TokenTree, confidence: Confidence | None) -> T
 
     A growth has as many nodes and levels, and up to twice the widest level. confidence: predicts a slot's acceptance
     """
-    usual = METHODS[method].tree_of(8) if len(tree) > 1 else tree
+    if len(tree) == 1:
+        return tree
+    usual = METHODS[method].tree_of(8)
     if not isinstance(usual, Growth):
         return tree
-    width = min(len(tree) - 1, 2 * int(torch.bincount(tree.depths)[1:].max()))
-    return Growth(usual.by, len(tree), width, tree.depth, confidence=confidence if usual.by == "slot" else None)
+    widths = torch.bincount(tree.depths)[1:]  # of the levels below the root
+    width = min(len(tree) - 1, 2 * int(widths.max()))
+    by_slots = usual.by == "slot"
+    return Growth(usual.by, len(tree), width, tree.depth, confidence=confidence if by_slots else None)
 
 
 def tree_by_estimates(
@@ -120,8 +123,11 @@ def tree_by_estimates(
     length: of the sequences, see `estimates`
     """
     costs = estimates(target, draft.models, batch, length=length)
-    tree = default_tree(method, costs, draft.levels, batch, usual_acceptance(method, draft, temperature))
-    return tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
+    usual = usual_acceptance(method, draft, temperature)
+    tree = default_tree(method, costs, draft.levels, batch, usual)
+    if isinstance(tree, TokenTree):
+        tree, _ = tree.reordered("heavy_path")
+    return tree
 
 
 def usual_acceptance(method: str, draft: Draft, temperature: float) -> Usual:
@@ -135,9 +141,10 @@ def tokens_of_tree(tree: TokenTree | Growth, usual: Usual) -> float:
     """The expected tokens of a step by usual acceptance. A growth counts as the best static tree of this size."""
     from heavypath.speculative.trees.planning import expected_tokens
 
-    static = METHODS["sequoia"].tree_of(len(tree), max_depth=tree.depth) if isinstance(tree, Growth) else tree
-    assert isinstance(static, TokenTree)
-    return expected_tokens(static, usual.rates())
+    if isinstance(tree, Growth):
+        tree = METHODS["sequoia"].tree_of(len(tree), max_depth=tree.depth)
+    assert isinstance(tree, TokenTree)
+    return expected_tokens(tree, usual.rates())
 
 
 def default_tree(
@@ -154,14 +161,15 @@ def default_tree(
     if method == "autoregressive":
         return ROOT
     steps = costs.steps_of(range(1, max(costs.step) + 1))
-    plan = _usual_plan(method, tuple(steps.values()), costs.level / costs.step[1], levels or DEPTH, usual)
+    level = costs.level / costs.step[1]
+    plan = _usual_plan(method, tuple(steps.values()), level, levels or DEPTH, usual)
     if batch > 1 and plan.speedup < SURE:
         return ROOT
     if len(plan.tree) == 1:
         logger.warning(
             "by the costs estimated for these models no tree is expected to pay: a level costs %.2f of a step; "
             "drafting one token a step; `heavypath calibrate` measures",
-            costs.level / costs.step[1],
+            level,
         )
         return METHODS[method].tree_of(2)
     return as_drafted(method, plan.tree, DEFAULT_CONFIDENCE)
@@ -174,9 +182,11 @@ def _usual_plan(method: str, steps: tuple[float, ...], level: float, levels: int
     steps, level: costs of a step with 1, 2, ... nodes, and of drafting a level, in steps of plain decoding
     levels: most levels that the draft can draft
     """
-    rates = torch.from_numpy(usual.rates(depth=min(DEPTH, levels, max(1, len(steps) - 1))))
+    most_levels = max(1, len(steps) - 1)  # of a tree of that many nodes
+    rates = torch.from_numpy(usual.rates(depth=min(DEPTH, levels, most_levels)))
     sequences = SEQUENCES if METHODS[method].independent_sequences else None
-    return best_plan(method, rates, dict(enumerate(steps, 1)), level, sequences)
+    costs = dict(enumerate(steps, 1))
+    return best_plan(method, rates, costs, level, sequences)
 
 
 def tree_of_options(method: str, given: Mapping[str, Any], size: int, levels: int | None = None) -> TokenTree | Growth:

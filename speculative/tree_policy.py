@@ -96,8 +96,9 @@ def trees_up_to(
     known = [*batches]
     needed = sorted({standing_for(running, known) for running in range(1, most + 1)})
     trees = {batch: tree_at(batch) for batch in needed}
-    if len(trees[needed[0]]) == 1:  # if drafting does not pay for one sequence, it does not for several
-        return TreesByBatch({needed[0]: trees[needed[0]]})
+    fewest = needed[0]
+    if len(trees[fewest]) == 1:  # if drafting does not pay for one sequence, it does not for several
+        return TreesByBatch({fewest: trees[fewest]})
     if not rests:
         smallest = METHODS[method].tree_of(2)
         trees = {batch: tree if len(tree) > 1 else smallest for batch, tree in trees.items()}
@@ -139,9 +140,11 @@ class TreePolicy:
         """
         trees = {running: self.tree(filters, running) for running in range(1, most + 1)}
         found = TreesByBatch(trees)
-        if rests or max(map(len, found.trees)) == 1:
+        drafts = any(len(tree) > 1 for tree in found.trees)
+        if rests or not drafts:
             return found
-        return TreesByBatch({running: tree if len(tree) > 1 else TokenTree.chain(1) for running, tree in trees.items()})
+        smallest = TokenTree.chain(1)
+        return TreesByBatch({running: tree if len(tree) > 1 else smallest for running, tree in trees.items()})
 
     def for_serving(self, slots: int) -> TreesByBatch:
         """The trees of a service with this many slots, whose requests come and go, and are sampled differently."""
@@ -166,15 +169,20 @@ class TreePolicy:
 
 
 def _in_words(tree: Shape, chosen_by: str) -> str:
-    size = f"{len(tree)} nodes, {tree.depth} level{'s' * (tree.depth > 1)}" if tree.depth else "1 node, no draft"
-    return f"{size}, {chosen_by}"
+    if tree.depth == 0:
+        return f"1 node, no draft, {chosen_by}"
+    levels = "1 level" if tree.depth == 1 else f"{tree.depth} levels"
+    return f"{len(tree)} nodes, {levels}, {chosen_by}"
 
 
 class FixedTree(TreePolicy):
     """The same tree for any number of sequences. A static tree is put into heavy-path order."""
 
     def __init__(self, tree: TokenTree | Growth, chosen_by: str):
-        self._tree = self.alone = tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
+        if isinstance(tree, TokenTree):
+            tree, _ = tree.reordered("heavy_path")
+        self._tree = tree
+        self.alone = tree
         self.chosen_by = chosen_by
 
     def tree(self, filters: Filters, running: int) -> TokenTree | Growth:
@@ -195,13 +203,15 @@ class StepCosts:
 
     def __call__(self, tree: Shape, running: int) -> float:
         """The cost of a step with a tree for `running` sequences, divided by the cost of a step that drafts nothing."""
-        if (tree, running) not in self._found:
+        key = (tree, running)
+        if key not in self._found:
             batch = standing_for(running, BATCHES)
             if batch not in self._by_batch:
                 self._by_batch[batch] = estimates(self._target, self._draft.models, batch, length=self._length)
             costs = self._by_batch[batch]
-            self._found[tree, running] = costs.step_seconds(len(tree), tree.depth) / costs.step[1]
-        return self._found[tree, running]
+            plain = costs.step[1]
+            self._found[key] = costs.step_seconds(len(tree), tree.depth) / plain
+        return self._found[key]
 
 
 class TreeByCosts(TreePolicy):
@@ -238,22 +248,26 @@ class TreeByCosts(TreePolicy):
         A draft that cannot rest drafts at least one token in every step. But if plain decoding is best for all `most`
         sequences, nothing is drafted until they have all ended.
         """
-        asked = filters.temperature, most, rests
-        if asked not in self._by_batch:
-            self._by_batch[asked] = self._trees_up_to(filters, most, rests)
-        return self._by_batch[asked]
+        key = (filters.temperature, most, rests)
+        if key not in self._by_batch:
+            self._by_batch[key] = self._trees_up_to(filters, most, rests)
+        return self._by_batch[key]
 
     def tree(self, filters: Filters, running: int) -> TokenTree | Growth:
         """The tree for `running` sequences; the root alone while the draft rests."""
         tree = self.by_batch(filters, running).of(running)
-        return self.rest.first(tree, running) if self._may_rest(filters) else tree
+        if self._may_rest(filters):
+            return self.rest.first(tree, running)
+        return tree
 
     def candidates(self, filters: Filters, batch: int) -> tuple[TokenTree | Growth, ...]:
         """All trees that a generation of `batch` sequences may draft, with the root alone if the draft may rest."""
         trees = self.by_batch(filters, batch)
         if not self._may_rest(filters):
             return trees.trees
-        return (ROOT,) if self.rest.never_drafts(trees.of(batch), batch) else tuple(dict.fromkeys((*trees.trees, ROOT)))
+        if self.rest.never_drafts(trees.of(batch), batch):
+            return (ROOT,)
+        return tuple(dict.fromkeys((*trees.trees, ROOT)))
 
     def for_serving(self, slots: int) -> TreesByBatch:
         """The trees of a service with this many slots.
@@ -262,7 +276,8 @@ class TreeByCosts(TreePolicy):
         depends on the other requests.
         """
         plain = Filters()
-        return self.by_batch(plain, slots if self._row.texts_ignore_trees(plain) else 1, rests=False)
+        most = slots if self._row.texts_ignore_trees(plain) else 1
+        return self.by_batch(plain, most, rests=False)
 
     def watcher(self, plan: StepPlan, filters: Filters, batch: int) -> Watcher:
         """The watcher that follows the number of running sequences, and lets the draft rest."""
@@ -275,7 +290,10 @@ class TreeByCosts(TreePolicy):
 
     def expected_gain(self, stats: Statistics, tree: Shape) -> float | None:
         """Measured tokens per step divided by the estimated cost of a step; None if nothing is drafted."""
-        return None if len(tree) == 1 else stats.tokens_per_step / self.cost(tree, len(stats.tokens_of))
+        if len(tree) == 1:
+            return None
+        batch = len(stats.tokens_of)
+        return stats.tokens_per_step / self.cost(tree, batch)
 
     def in_words(self, tree: Shape, batch: int) -> str:
         """The size of a batch's tree and the reason for it, with the number of sequences if the tree depends on it."""
@@ -299,8 +317,10 @@ class TreeByCosts(TreePolicy):
         assert self.alone is not None
         if self._is_fixed:
             return TreesByBatch({1: self.alone})
-        if rests and not self._can_rest and len(self._tree(standing_for(most, BATCHES), temperature)) == 1:
-            return TreesByBatch({1: ROOT})
+        if rests and not self._can_rest:
+            of_all = self._tree(standing_for(most, BATCHES), temperature)
+            if len(of_all) == 1:
+                return TreesByBatch({1: ROOT})
         rests = rests and self._can_rest
         return trees_up_to(most, BATCHES, lambda batch: self._tree(batch, temperature), self._method, rests=rests)
 
@@ -317,14 +337,16 @@ class TreeByCosts(TreePolicy):
         return tree if tokens >= SURELY * self.cost(tree, batch) else ROOT
 
     def _tree(self, batch: int, temperature: float) -> TokenTree | Growth:
-        asked = batch, usual_acceptance(self._method, self._draft, temperature)
-        if asked not in self._found:
+        key = (batch, usual_acceptance(self._method, self._draft, temperature))
+        if key not in self._found:
             tree = tree_by_estimates(self._method, self._target, self._draft, batch, temperature, self._length)
-            is_alone = batch == 1 and (tree == self.alone or self._is_toy)
-            assert self.alone is not None
-            self._found[asked] = self.alone if self._is_fixed or is_alone else tree
             logger.debug("the estimated tree for %d sequences: %d nodes, %d levels", batch, len(tree), tree.depth)
-        return self._found[asked]
+            is_alone = batch == 1 and (tree == self.alone or self._is_toy)
+            if self._is_fixed or is_alone:
+                assert self.alone is not None
+                tree = self.alone
+            self._found[key] = tree
+        return self._found[key]
 
 
 def policy_of(method: str, row: Method, options: Mapping[str, Any], target: Forward, draft: Draft) -> TreePolicy:
@@ -350,4 +372,5 @@ def policy_of(method: str, row: Method, options: Mapping[str, Any], target: Forw
 def given_trees(options: Mapping[str, Any]) -> dict[str, Any]:
     """The tree options of a decoder that are not None, without `profile` and `replan`. options: all its options."""
     names = [name for name in TreeOptions.__annotations__ if name not in ("profile", "replan")]
-    return {name: options[name] for name in names if options.get(name) is not None}
+    given = {name: options.get(name) for name in names}
+    return {name: value for name, value in given.items() if value is not None}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heavypath.speculative.costs.roofline import experts_among
+from heavypath.speculative.costs.estimates import experts_among
 
 QWEN3_TOKENS = 151936  # of every Qwen3's vocabulary
 

@@ -1,6 +1,7 @@
 """Estimate the costs of a step from the models. Decoders without a profile choose their trees by these costs.
 
-This file has the formula for CPUs. `gpu_step` has the one for GPUs, and `streamed` the one for streamed weights.
+This file has the size of a pass, `Work`, and the formula for CPUs. `gpu_step` has the one for GPUs, and `streamed` the
+one for streamed weights.
 
 A compiled pass reads each weight once and multiplies it with all B n rows, for trees of n nodes and B sequences. It
 fetches the next part of a weight while it multiplies, but not all of the two overlaps. So another row costs ROW of the
@@ -21,15 +22,17 @@ on two threads of an AMD EPYC with AVX-512, and are used for every machine. So t
 and the number of threads alone, and a call has the same result on every CPU. `heavypath calibrate` measures.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from heavypath.speculative.costs.roofline import Device, Work
 from heavypath.speculative.costs.table import Attention, Costs
 from heavypath.speculative.drafts.draft import Drafting
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.names import load
+from heavypath.speculative.ranks.peers import part_owned
 
 # Costs of a row after the first, and of each of many rows, as shares of the time in which the weight is read. Weights
 # of two bytes are read in half the time. `bench/native.py` measures them: with up to 8 rows ROW is 0.05 to 0.07 for
@@ -53,6 +56,75 @@ LEVEL_NODES = 2  # assumed number of nodes of a level
 LONG = 4096  # tokens from which on attention counts
 LONGEST_PROMPT = 1 << 20  # tokens up to which its costs are kept in a profile
 SIZES = range(1, 25)  # nodes of the trees whose costs are estimated: larger ones do not pay
+# Names in transformers' configs. The value is a number, or a list with a number for each layer.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+
+
+class Work(NamedTuple):
+    """The size of a forward pass, for estimates of its time.
+
+    weight_bytes, weights: bytes and numbers of the weights that it reads
+    layers: number of layers; itemsize: bytes of an activation's number
+    expert_bytes, expert_weights: what of weight_bytes and weights all experts have
+    chosen: the share of the experts that a token uses
+    """
+
+    weight_bytes: int
+    weights: int
+    layers: int
+    itemsize: int
+    expert_bytes: int = 0
+    expert_weights: int = 0
+    chosen: float = 1.0
+
+    @classmethod
+    def of(cls, model: Drafting) -> "Work":
+        """The work of a model's pass. For a trained head: of one level, without layers if a pass drafts all levels.
+
+        The token embedding is not counted (only a few rows are read), unless it is also the output head's weight. If
+        ranks share a model, this is one rank's part; communication is not counted.
+        """
+        if model.is_head:
+            return cls._with(model.level_weights(), 0 if model.levels else model.layers, model.dtype.itemsize)
+        head: Any = model.model.get_output_embeddings()
+        own_head = getattr(head, "weight", None) is not model.embedding.weight
+        passed = [weight for _, weight in model.weights() if not (own_head and weight is model.embedding.weight)]
+        weights = sum(weight.numel() * part_owned(weight) for weight in passed)
+        weight_bytes = sum(weight.nbytes * part_owned(weight) for weight in passed)
+        config = model.config.get_text_config(decoder=True)
+        share = model.layers / config.num_hidden_layers  # of an early exit
+        experts, chosen = experts_among(config, model.weights())
+        expert_bytes = sum(weight.nbytes * part_owned(weight) for weight in experts)
+        expert_weights = sum(weight.numel() * part_owned(weight) for weight in experts)
+        return cls(
+            weight_bytes=int(weight_bytes * share),
+            weights=int(weights * share),
+            layers=model.layers,
+            itemsize=model.dtype.itemsize,
+            expert_bytes=int(expert_bytes),
+            expert_weights=int(expert_weights),
+            chosen=chosen,
+        )
+
+    @classmethod
+    def split(cls, model: Drafting) -> "tuple[Work, Work]":
+        """A draft's work once per step, and once per level. A pass that drafts all levels at once counts per step."""
+        whole = cls.of(model)
+        nothing = cls(0, 0, 0, model.dtype.itemsize)
+        if model.is_head:
+            passed = model.pass_weights()
+            once = cls._with(passed, model.layers, model.dtype.itemsize) if passed else nothing
+            return once, whole
+        if model.drafts_at_once:
+            return whole, nothing
+        return nothing, whole
+
+    @classmethod
+    def _with(cls, weights: Sequence[Tensor], layers: int, itemsize: int) -> "Work":
+        weight_bytes = sum(weight.nbytes for weight in weights)
+        count = sum(weight.numel() for weight in weights)
+        return cls(weight_bytes, count, layers, itemsize)
 
 
 def estimates(
@@ -66,7 +138,8 @@ def estimates(
     if target.stream is not None:
         return load("streamed_costs")(target, drafting, batch)
     if target.device.type == "cuda":
-        return load("estimated_costs")(target, drafting, Device.of(target.device), batch, length=length)
+        device = load("Device").of(target.device)
+        return load("estimated_costs")(target, drafting, device, batch, length=length)
     return host_costs(target, drafting, batch, sizes)
 
 
@@ -84,10 +157,15 @@ def attention_by_length(target: Forward) -> dict[int, Attention]:
     """What attention adds to a step, by the lengths that `estimated_length` may give; empty where that is always 0."""
     if target.stream is not None or target.device.type != "cuda":
         return {}
-    device = Device.of(target.device)
+    device = load("Device").of(target.device)
+    attention_to = load("attention_to")
     longest = min(target.max_positions, LONGEST_PROMPT)
-    lengths = [1 << power for power in range(LONG.bit_length() - 1, int(longest).bit_length())]
-    return {length: load("attention_to")(target, length, device) for length in lengths}
+    found: dict[int, Attention] = {}
+    length = LONG
+    while length <= longest:
+        found[length] = attention_to(target, length, device)
+        length *= 2
+    return found
 
 
 def estimated_for(target: Forward) -> str:
@@ -104,15 +182,17 @@ def pass_seconds(work: Work, dtype: torch.dtype, nodes: int, batch: int) -> floa
     work: what the pass reads; dtype: of the weights; a type without a compiled pass counts as fp32
     """
     name = str(dtype).removeprefix("torch.")
-    row, multiply = (share.get(name, share["float32"]) for share in (ROW, MULTIPLY))
     if not work.weights:
         return 0.0
+    row = ROW.get(name, ROW["float32"])
+    multiply = MULTIPLY.get(name, MULTIPLY["float32"])
     is_alone = torch.get_num_threads() == 1
     bandwidth = ALONE * BANDWIDTH if is_alone else BANDWIDTH
     if work.weight_bytes <= IN_CACHE:
         bandwidth = CACHE
     rows = batch * nodes
-    products = work.weight_bytes / bandwidth * max(1 + row * (rows - 1), multiply * rows)
+    reading = work.weight_bytes / bandwidth
+    products = reading * max(1 + row * (rows - 1), multiply * rows)
     layer = LAYER if is_alone else LAYER + WAIT
     return products + (work.layers + 1) * layer + batch * work.layers * SEQUENCE_LAYER
 
@@ -134,3 +214,25 @@ def host_costs(target: Forward, drafting: Sequence[Drafting], batch: int, sizes:
         for size in sizes
     }
     return Costs(step, level)
+
+
+def experts_among(config: Any, weights: Iterable[tuple[str, Tensor]]) -> tuple[list[Tensor], float]:
+    """The weights of all experts among (name, weight) pairs, and the share of the experts that a token uses.
+
+    Without experts: an empty list and 1.
+    """
+    count = _largest(config, _EXPERTS)
+    chosen = _largest(config, _CHOSEN)
+    found = [weight for name, weight in weights if ".experts." in name and weight.shape[:1] == (count,)]
+    if not found or not 0 < chosen <= count:
+        return [], 1.0
+    return found, chosen / count
+
+
+def _largest(config: Any, names: Sequence[str]) -> int:
+    """The number in a config under the first of these names that it has; of a list the largest; 0 without any."""
+    for name in names:
+        found = getattr(config, name, None)
+        if found:
+            return found if isinstance(found, int) else max(found)
+    return 0

@@ -18,7 +18,8 @@ nodes of models with groups dear, and their trees small.
 from collections.abc import Sequence
 from typing import Any
 
-from heavypath.speculative.costs.roofline import SMALL_KERNEL, Device, Work
+from heavypath.speculative.costs.estimates import Work
+from heavypath.speculative.costs.roofline import SMALL_KERNEL, Device
 from heavypath.speculative.costs.table import Attention, Costs
 from heavypath.speculative.drafts.draft import Drafting
 from heavypath.speculative.models.forward import Forward
@@ -54,12 +55,12 @@ def estimated_costs(
     once = 0.0
     level = LEVEL_KERNELS * SMALL_KERNEL + DRAW + LEVEL_NODES * logits
     for model in drafting:
-        of_step, of_level = (each.seconds(batch * LEVEL_NODES, device) for each in Work.split(model))
+        of_step, of_level = (device.pass_seconds(each, batch * LEVEL_NODES) for each in Work.split(model))
         once += of_step
         level += of_level
     fixed = STEP_KERNELS * SMALL_KERNEL + states
     step = {
-        size: work.seconds(batch * size, device) + size * LOGIT_PASSES * logits + fixed + (size > 1) * once
+        size: device.pass_seconds(work, batch * size) + size * LOGIT_PASSES * logits + fixed + (size > 1) * once
         for size in sizes
     }
     costs = Costs(step, level)

@@ -14,14 +14,11 @@ gives the same output on every run. `heavypath calibrate` measures.
 """
 
 import math
-from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from heavypath.speculative.drafts.draft import Drafting
-from heavypath.speculative.ranks.peers import part_owned
+from heavypath.speculative.costs.estimates import Work
 
 REACHED = 0.85  # share of the bandwidth that products of few rows reach
 REACHED_PEAK = 0.6  # share of the peak that products reach
@@ -31,9 +28,6 @@ LAYER_KERNELS = 6  # small kernels of a layer, besides the four products of its 
 TENSOR_CORES = {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192}
 OTHER_TENSOR_CORES = 512
 PLAIN_CORES = 256
-# Names in transformers' configs. The value is a number, or a list with a number for each layer.
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 
 
 class Device(NamedTuple):
@@ -57,85 +51,11 @@ class Device(NamedTuple):
             2 * facts.memory_clock_rate * 1e3 * facts.memory_bus_width / 8, cycles * tensor, cycles * PLAIN_CORES
         )
 
-
-class Work(NamedTuple):
-    """The size of a forward pass, for estimates of its time.
-
-    weight_bytes, weights: bytes and numbers of the weights that it reads
-    layers: number of layers; itemsize: bytes of an activation's number
-    expert_bytes, expert_weights: what of weight_bytes and weights all experts have
-    chosen: the share of the experts that a token uses
-    """
-
-    weight_bytes: int
-    weights: int
-    layers: int
-    itemsize: int
-    expert_bytes: int = 0
-    expert_weights: int = 0
-    chosen: float = 1.0
-
-    @classmethod
-    def of(cls, model: Drafting) -> "Work":
-        """The work of a model's pass. For a trained head: of one level, without layers if a pass drafts all levels.
-
-        The token embedding is not counted (only a few rows are read), unless it is also the output head's weight. If
-        ranks share a model, this is one rank's part; communication is not counted.
-        """
-        if model.is_head:
-            return cls._with(model.level_weights(), 0 if model.levels else model.layers, model.dtype.itemsize)
-        head: Any = model.model.get_output_embeddings()
-        own_head = getattr(head, "weight", None) is not model.embedding.weight
-        passed = [weight for _, weight in model.weights() if not (own_head and weight is model.embedding.weight)]
-        weights = sum(weight.numel() * part_owned(weight) for weight in passed)
-        weight_bytes = sum(weight.nbytes * part_owned(weight) for weight in passed)
-        config = model.config.get_text_config(decoder=True)
-        share = model.layers / config.num_hidden_layers  # of an early exit
-        experts, chosen = experts_among(config, model.weights())
-        return cls(
-            int(weight_bytes * share),
-            int(weights * share),
-            model.layers,
-            model.dtype.itemsize,
-            int(sum(weight.nbytes * part_owned(weight) for weight in experts)),
-            int(sum(weight.numel() * part_owned(weight) for weight in experts)),
-            chosen,
-        )
-
-    @classmethod
-    def split(cls, model: Drafting) -> "tuple[Work, Work]":
-        """A draft's work once per step, and once per level. A pass that drafts all levels at once counts per step."""
-        nothing = cls(0, 0, 0, model.dtype.itemsize)
-        if model.is_head:
-            passed = model.pass_weights()
-            return cls._with(passed, model.layers, model.dtype.itemsize) if passed else nothing, cls.of(model)
-        return (cls.of(model), nothing) if model.drafts_at_once else (nothing, cls.of(model))
-
-    @classmethod
-    def _with(cls, weights: Sequence[Tensor], layers: int, itemsize: int) -> "Work":
-        return cls(sum(one.nbytes for one in weights), sum(one.numel() for one in weights), layers, itemsize)
-
-    def seconds(self, tokens: int, device: Device) -> float:
+    def pass_seconds(self, work: Work, tokens: int) -> float:
         """Estimated seconds of a pass over this many tokens, of all sequences together, on this GPU."""
-        peak = REACHED_PEAK * (device.tensor_peak if self.itemsize <= 2 else device.plain_peak)
-        unread = self.expert_bytes * (1 - self.chosen) ** tokens
-        used = self.weights - self.expert_weights * (1 - self.chosen)
-        reading = (self.weight_bytes - unread) / (REACHED * device.bandwidth)
+        peak = REACHED_PEAK * (self.tensor_peak if work.itemsize <= 2 else self.plain_peak)
+        unread = work.expert_bytes * (1 - work.chosen) ** tokens
+        used = work.weights - work.expert_weights * (1 - work.chosen)
+        reading = (work.weight_bytes - unread) / (REACHED * self.bandwidth)
         products = math.hypot(reading, 2 * tokens * used / peak)
-        return products + self.layers * LAYER_KERNELS * SMALL_KERNEL
-
-
-def experts_among(config: Any, weights: Iterable[tuple[str, Tensor]]) -> tuple[list[Tensor], float]:
-    """The weights of all experts among (name, weight) pairs, and the share of the experts that a token uses.
-
-    Without experts: an empty list and 1.
-    """
-    count, each = (_largest(config, names) for names in (_EXPERTS, _CHOSEN))
-    found = [weight for name, weight in weights if ".experts." in name and weight.shape[:1] == (count,)]
-    return (found, each / count) if found and 0 < each <= count else ([], 1.0)
-
-
-def _largest(config: Any, names: Sequence[str]) -> int:
-    """The number in a config under the first of these names that it has; of a list the largest; 0 without any."""
-    found = next(filter(None, (getattr(config, name, None) for name in names)), 0)
-    return found if isinstance(found, int) else max(found)
+        return products + work.layers * LAYER_KERNELS * SMALL_KERNEL

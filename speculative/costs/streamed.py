@@ -19,9 +19,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from heavypath.speculative.costs.estimates import DISK, host_costs, pass_seconds
+from heavypath.speculative.costs.estimates import DISK, Work, host_costs, pass_seconds
 from heavypath.speculative.costs.gpu_step import estimated_costs
-from heavypath.speculative.costs.roofline import Device, Work
+from heavypath.speculative.costs.roofline import Device
 from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.drafts.draft import Drafting
 from heavypath.speculative.models.forward import Forward
@@ -63,7 +63,9 @@ def streamed_costs(
     if kind == "cuda":
         device = Device.of(target.device)
         resident = estimated_costs(target, drafting, device, batch, sizes)
-        drafted = {size: [Work.of(model).seconds(batch * size, device) for model in drafting] for size in {1, *sizes}}
+        drafted = {
+            size: [device.pass_seconds(Work.of(model), batch * size) for model in drafting] for size in {1, *sizes}
+        }
     else:
         resident = host_costs(target, drafting, batch, sizes)
         drafted = {

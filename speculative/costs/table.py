@@ -57,12 +57,15 @@ class Costs:
 
         Sizes above the largest known one are omitted.
         """
-        return {size: self._between(self.step, size) / self.step[1] for size in sizes if size <= max(self.step)}
+        plain = self.step[1]
+        largest = max(self.step)
+        return {size: self._between(self.step, size) / plain for size in sizes if size <= largest}
 
     def step_seconds(self, size: int, depth: int) -> float:
         """Seconds of a step and its drafting, for a tree of this size and depth; larger sizes cost in proportion."""
-        most = max(self.step)
-        return self._between(self.step, min(size, most)) * max(1.0, size / most) + depth * self.level
+        largest = max(self.step)
+        known = self._between(self.step, min(size, largest))
+        return known * max(1.0, size / largest) + depth * self.level
 
     def relative_error(self, size: int, depth: int) -> float:
         """The standard error of `step_seconds`, divided by it, for a size within the known ones."""
@@ -99,4 +102,9 @@ def standing_for(batch: int, batches: Iterable[int]) -> int:
 
     So there are few trees, and few graphs or recordings of steps, for any number of running sequences.
     """
-    return min(batches, key=lambda known: (round(abs(math.log(known / batch)), 9), -known))
+
+    def distance(known: int) -> tuple[float, int]:
+        ratio = abs(math.log(known / batch))
+        return round(ratio, 9), -known
+
+    return min(batches, key=distance)

@@ -108,11 +108,13 @@ class StaticDrafter:
             level_noise = noise_rows.index_select(1, tree.levels[0].logit_rows)
         logits = inputs = None
         for depth, level in enumerate(tree.levels):
-            after = draft(feed, cache)[:, -len(level.logit_rows) :]  # [B, l, V]
+            distributions = len(level.logit_rows)  # l
+            after = draft(feed, cache)[:, -distributions:]  # [B, l, V]
             if rules.replacement and depth > 0:
-                # A draft may have computed two distributions after equal texts: by rounding, by dropout, or because
+                # A draft may have computed two distributions after equal sequences: by rounding, by dropout, or because
                 # it is a user's own. The first of them is taken for both.
-                after = after.gather(1, kernels.alike(trees, level.nodes)[..., None].expand_as(after))
+                first_alike = kernels.alike(trees, level.nodes)  # [B, l]
+                after = after.gather(1, first_alike[..., None].expand_as(after))
             lap("draft")
 
             tokens, keys, _ = kernels.draw(
@@ -123,17 +125,19 @@ class StaticDrafter:
                 replacement=rules.replacement,
                 uniform_fill=rules.fill,
             )
-            check_distributions("draft", keys.view(batch, len(level.logit_rows), -1), state, depth)
+            check_distributions("draft", keys.view(batch, distributions, -1), state, depth)
             if depth == 0 and may_be_alone and not any_drafted(tokens):
                 lap("sampling")
                 return _only_root(state, noise_rows[:, :1], self.root_tree, after[:, :1].contiguous())
 
-            below = tree.levels[depth + 1] if depth + 1 < len(tree.levels) else None
+            is_last = depth + 1 == len(tree.levels)
+            below = None if is_last else tree.levels[depth + 1]
             if logits is None:
-                logits = after.new_empty(batch, noise_rows.shape[1], after.shape[-1])
+                logits = after.new_empty(batch, noise_rows.shape[1], after.shape[-1])  # [B, N + D - 1, V]
             scored = Scored(after, logits, level.logit_rows)
             drawn = Drawn(tokens.view(batch, -1), level.children, level.draws, scored)
-            inputs = kernels.place(trees, drawn, tree.nodes if below is None else below.nodes, below is None)
+            read_next = tree.nodes if below is None else below.nodes  # after the last level, by the target
+            inputs = kernels.place(trees, drawn, read_next, is_last)
             lap("sampling")
 
             if below is not None:
@@ -194,17 +198,22 @@ def device_tree(whole: TokenTree, depth: int, device: torch.device, root_distrib
     root_distributions: D, the number that a draft has after the root; its child j is drawn from number j mod D
     """
     tree, whole_numbers = whole.truncated(depth)
-    mask = tree.mask()
+    parents = tree.parents
+    depths = tree.depths
+    ranks = tree.ranks
+    mask = tree.mask()  # [N, N]
     size = len(tree)
     levels = []
-    further = size + torch.arange(root_distributions - 1 if tree.depth else 0, device="cpu")
-    branches = ((mask & (tree.depths == 1)) * tree.ranks).sum(1)
+    more = root_distributions - 1 if tree.depth else 0  # distributions after the root besides the first
+    further = size + torch.arange(more, device="cpu")
+    in_branch = mask & (depths == 1)  # [N, N], the root's child above each node
+    branches = (in_branch * ranks).sum(1)
     for level in range(tree.depth):
-        children = (tree.depths == level + 1).nonzero()[:, 0]
-        nodes, parent = tree.parents[children].unique(return_inverse=True)
+        children = (depths == level + 1).nonzero()[:, 0]
+        nodes, parent = parents[children].unique(return_inverse=True)
         logit_rows = nodes
         drawn_from = parent  # of each child, the distribution it is drawn from, and the number of the draw
-        draw = tree.ranks[children]
+        draw = ranks[children]
         if level == 0:
             logit_rows = torch.cat([nodes, further])
             drawn_from = draw % root_distributions
@@ -212,7 +221,7 @@ def device_tree(whole: TokenTree, depth: int, device: torch.device, root_distrib
         most_children = int(draw.max()) + 1
         levels.append(
             TreeLevel(
-                nodes=CommonNodes(nodes.to(device), tree.parents[nodes].to(device), tree.depths[nodes].to(device)),
+                nodes=CommonNodes(nodes.to(device), parents[nodes].to(device), depths[nodes].to(device)),
                 mask=mask[nodes].to(device),
                 logit_rows=logit_rows.to(device),
                 branches=branches[nodes].to(device),
@@ -221,11 +230,12 @@ def device_tree(whole: TokenTree, depth: int, device: torch.device, root_distrib
                 most_children=most_children,
             )
         )
+    further_numbers = torch.arange(len(whole), len(whole) + more, device="cpu")
     return DeviceTree(
-        nodes=CommonNodes(torch.arange(size, device=device), tree.parents.to(device), tree.depths.to(device)),
-        ranks=tree.ranks.to(device),
+        nodes=CommonNodes(torch.arange(size, device=device), parents.to(device), depths.to(device)),
+        ranks=ranks.to(device),
         subtree_end=tree.subtree_end.to(device),
-        whole_numbers=torch.cat([whole_numbers, further - size + len(whole)]).to(device),
-        row_depths=torch.cat([tree.depths, 0 * further]).to(device),
+        whole_numbers=torch.cat([whole_numbers, further_numbers]).to(device),
+        row_depths=torch.cat([depths, torch.zeros_like(further)]).to(device),
         levels=tuple(levels),
     )

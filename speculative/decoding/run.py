@@ -121,7 +121,8 @@ def decode(
     stats.end(state.counts, tokens_of, steps_of, sum(row.nodes for row in ends))
     new = state.output[:batch, : int(tokens_of.max())]
     column = torch.arange(new.shape[1], device="cpu")
-    return new.where((column < tokens_of[:, None]).to(new.device), request.pad)
+    is_token = column < tokens_of[:, None]
+    return new.where(is_token.to(new.device), request.pad)
 
 
 def close_up(workspace: Workspace, members: list[int], ended: Container[int], slots: int, rows: int) -> None:
@@ -236,8 +237,9 @@ class Watchers:
             ends = watcher.ends([*rows.values()], state)
             for slot, row in rows.items():
                 if row.member in ends:
-                    rows[slot] = row._replace(produced=ends[row.member], left=0)
-                    state.produced[slot] = ends[row.member]
+                    produced = ends[row.member]
+                    rows[slot] = row._replace(produced=produced, left=0)
+                    state.produced[slot] = produced
                     state.left[slot] = 0
         copies = iter(outcome.looked)
         self._looked = [None if tensor is None else next(copies) for tensor in self._looks]
@@ -372,7 +374,8 @@ class StepRunner:
         """
         size = Size.of(request, plan)
         device = plan.target.device
-        with nullcontext() if host_can_read(device) else torch.cuda.device(device):
+        on_device = nullcontext() if host_can_read(device) else torch.cuda.device(device)
+        with on_device:
             if not self.cuda_graphs:
                 yield self.new_workspace(plan, size)
                 return
@@ -388,9 +391,14 @@ class StepRunner:
 
     def new_workspace(self, plan: StepPlan, size: Size) -> Workspace:
         """Allocate a workspace; if memory is short, drop the kept text caches first."""
-        launcher: Launcher = Recordings() if step_kernels(plan.target.device).impl == "native" else Launcher()
+        device = plan.target.device
+        launcher: Launcher
         if self.cuda_graphs:
-            launcher = load("CudaGraphs")(plan.target.device, self._warned)
+            launcher = load("CudaGraphs")(device, self._warned)
+        elif step_kernels(device).impl == "native":
+            launcher = Recordings()
+        else:
+            launcher = Launcher()
         try:
             return Workspace(plan, size, launcher)
         except torch.OutOfMemoryError:
@@ -471,16 +479,21 @@ class Recordings(Launcher):
 
         Arguments and result as in `Launcher.run`.
         """
-        known = self._known.get((step, slots), [])
-        for place, each in enumerate(known or ()):
-            if known and each.recording.replay():
-                known.insert(0, known.pop(place))
-                return each.result
-        if not again or known is None or not step.plan.peers.is_alone:  # a collective cannot be replayed
+        key = (step, slots)
+        known = self._known.get(key, [])
+        if known is None:
+            return launch(lap)
+        for index, (recording, result) in enumerate(known):
+            if recording.replay():
+                known.insert(0, known.pop(index))
+                return result
+        if not again or not step.plan.peers.is_alone:  # a collective cannot be replayed
             return launch(lap)
         with recorded() as recording:
-            stepped = launch(lambda phase: do(partial(lap, phase)))
-        self._known[step, slots] = None if recording.obstacle else [Recorded(recording, stepped), *known][:BRANCHES]
+            result = launch(lambda phase: do(partial(lap, phase)))
         if recording.obstacle:
+            self._known[key] = None
             logger.debug("a step is not recorded because of %s", recording.obstacle)
-        return stepped
+        else:
+            self._known[key] = [Recorded(recording, result), *known][:BRANCHES]
+        return result

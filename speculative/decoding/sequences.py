@@ -101,31 +101,41 @@ class Sequences:
         members: LongTensor[B], the row of `output` of each sequence (default: 0, 1, ...)
         """
         batch, width = prompt.shape
-        ends = prompt_lengths[:, None] - 1
-        root, previous = (prompt.gather(1, place)[:, 0] for place in (ends, (ends - 1).clamp(min=0)))
+        last = prompt_lengths[:, None] - 1  # [B, 1], the column of each root
+        before_last = (last - 1).clamp(min=0)
+        root = prompt.gather(1, last)[:, 0]
+        previous = prompt.gather(1, before_last)[:, 0]
         zero = torch.zeros_like(root)
+        if members is None:
+            members = torch.arange(batch, device=prompt.device)
         fields = {
             StateField.ROOT: root,
             StateField.PREVIOUS: previous,
             StateField.LENGTHS: prompt_lengths - 1,
             StateField.LEFT: zero + new_tokens,
-            StateField.MEMBER: torch.arange(batch, device=prompt.device) if members is None else members,
+            StateField.MEMBER: members,
             StateField.NOISE: sequence_rows(sequence_ids),
         }
         self.numbers.zero_()
         self.numbers[:, :batch] = torch.stack([fields.get(name, zero) for name in StateField])
         self.stops.fill_(-1 if not len(stops) else stops[-1])
         self.stops[: len(stops)] = stops
-        self.seed.fill_(seed - (seed + (1 << 63) >> 64 << 64))  # as a signed 64-bit number
+        self.seed.fill_(_signed(seed))
         self.counts.zero_()
         if self.seen.shape[1]:
-            place = torch.arange(width, device=prompt.device)
+            column = torch.arange(width, device=prompt.device)
+            seen = prompt.where(column <= last, root[:, None])  # the root instead of padding
             self.seen.zero_()
-            self.seen[:batch].scatter_(1, prompt.where(place <= ends, root[:, None]), True)
+            self.seen[:batch].scatter_(1, seen, True)
 
     def first(self, slots: int) -> "Sequences":
         """Return a view of the sequences in the first `slots` slots; all of `output` belongs to it."""
-        return replace(self, numbers=self.numbers[:, :slots], seen=self.seen[:slots], settings=self.settings[:slots])
+        return replace(
+            self,
+            numbers=self.numbers[:, :slots],
+            seen=self.seen[:slots],
+            settings=self.settings[:slots],
+        )
 
     def swap(self, one: int, other: int) -> None:
         """Exchange the sequences in two slots."""
@@ -142,6 +152,12 @@ class Sequences:
     def _of_slots(self) -> list[Tensor]:
         """The tensors with one entry per slot, [b, ...]."""
         return [self.numbers.T, self.seen, self.settings]
+
+
+def _signed(seed: int) -> int:
+    """A seed modulo 2**64 as a signed 64-bit number."""
+    half = 1 << 63
+    return (seed + half) % (1 << 64) - half
 
 
 def sequence_rows(sequence_ids: Tensor) -> Tensor:

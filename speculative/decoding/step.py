@@ -22,12 +22,13 @@ from heavypath.speculative.decoding.drafted import (
     Lap,
     Reach,
     Shape,
+    TargetInputs,
     check_distributions,
 )
 from heavypath.speculative.decoding.drafting import static
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts.changes import LogitChange, LogitChanges
+from heavypath.speculative.drafts.changes import LogitChange
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import Forward, TreeMask
@@ -161,17 +162,48 @@ class Step:
 
     def _changes(
         self, draft_cache: RowCache, changes: Sequence[LogitChange], state: Sequences, lap: Lap
-    ) -> LogitChanges:
+    ) -> "LogitChanges":
         """The changes of logits of this step, in order: the draft's if it drafts, those given, those of the rules."""
         drafts = self.drafter.depth > 0
         of_draft = self.plan.draft.changes(draft_cache) if drafts else ()
-        return LogitChanges([*of_draft, *changes, *self.plan.rules.changes]).of_step(state, lap)
+        in_order = (*of_draft, *changes, *self.plan.rules.changes)
+        return LogitChanges([change.of_step(state, lap) for change in in_order])
 
     def _commit(self, drafted: Drafted, verified: Verified, state: Sequences) -> None:
         """Append the accepted and bonus tokens to the sequences in `state`, and update its numbers and counts."""
         written = State(state.numbers, state.output, state.stops, state.seen, state.counts)
-        commit = step_kernels(state.root.device).commit
-        commit(written, drafted.nodes, drafted.depths, verified, self.plan.branching)
+        kernels = step_kernels(state.root.device)
+        kernels.commit(written, drafted.nodes, drafted.depths, verified, self.plan.branching)
+
+
+class LogitChanges:
+    """The changes of logits of one step: each hook calls those of all changes, in order."""
+
+    def __init__(self, changes: Sequence[LogitChange]):
+        self._changes = changes
+
+    def before_drawing(self, draft: Draft, state: Sequences) -> Draft:
+        """The draft, wrapped by each of the changes in turn."""
+        for change in self._changes:
+            draft = change.before_drawing(draft, state)
+        return draft
+
+    def before_scoring(self, inputs: TargetInputs, state: Sequences) -> TargetInputs:
+        """The nodes for the target's pass, with the nodes that all changes append."""
+        for change in self._changes:
+            inputs = change.before_scoring(inputs, state)
+        return inputs
+
+    def before_verifying(self, logits: Tensor, drafted: Drafted, state: Sequences) -> Tensor:
+        """The target's logits [B, N, V], changed by each of the changes in turn."""
+        for change in self._changes:
+            logits = change.before_verifying(logits, drafted, state)
+        return logits
+
+    def after_verifying(self, verified: Verified) -> None:
+        """Pass the result of the verification to all changes."""
+        for change in self._changes:
+            change.after_verifying(verified)
 
 
 def new_step(plan: StepPlan, depth: int) -> Step:

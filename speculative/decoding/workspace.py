@@ -1,10 +1,10 @@
 """The memory of decoding steps: the caches and the state of a batch, allocated once and reused by batches that fit."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from math import inf
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -68,10 +68,22 @@ class Size(NamedTuple):
 
     def rounded(self) -> "Size":
         """Round up, so that more generations fit: small numbers to powers of two, the others to multiples of 1,024."""
-        small = self.sequences, max(8, self.stops), max(64, self.count_slots)
-        sequences, stops, count_slots = (1 << (number - 1).bit_length() for number in small)
-        cache_rows, new_tokens = (-(-number // 1024) * 1024 for number in (self.cache_rows, self.new_tokens))
-        return Size(sequences, cache_rows, new_tokens, stops, count_slots, self.penalised)
+        return Size(
+            sequences=_power_of_two(self.sequences),
+            cache_rows=_multiple_of_1024(self.cache_rows),
+            new_tokens=_multiple_of_1024(self.new_tokens),
+            stops=_power_of_two(max(8, self.stops)),
+            count_slots=_power_of_two(max(64, self.count_slots)),
+            penalised=self.penalised,
+        )
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _multiple_of_1024(number: int) -> int:
+    return math.ceil(number / 1024) * 1024
 
 
 class Launcher:
@@ -196,9 +208,10 @@ class Workspace:
         cached, in_parts = self._copy_past(request.past, before_roots, ends, parts)
         rows_of_pass = rows_of_a_pass(plan, in_one_pass=request.inputs is not None)
         blocks = blocks_of(ends, cached, rows_of_pass)
-        reused = [
-            min([cached[slot], *(each.starts[slot] for each in blocks if slot < each.slots)]) for slot in range(batch)
-        ]
+        reused = [*cached]
+        for block in blocks:
+            for slot, start in enumerate(block.starts):
+                reused[slot] = min(reused[slot], start)
         if request.inputs is not None:
             taps = draft.taps(draft_cache)
             cached = request.inputs.begin(target_cache, taps, reused)
@@ -211,15 +224,16 @@ class Workspace:
             self._behind = dict(zip(self.order, in_parts[0], strict=True))
             yield reused
             return
-        cache: Any  # of the part's type
-        for number, ((part, cache), have) in enumerate(zip(parts, in_parts, strict=True)):
+        for number, (part, cache) in enumerate(parts):
             if part.overlap is None:
                 part.prefill(before_roots, cache)
                 continue
             piecewise: Any = part  # whose prefill takes `starts`
-            for texts, starts in _pieces(before_roots, blocks_of(ends, have, rows_of_pass), chunk, part.overlap):
-                _, own = draft.parts(self.first(len(texts))[2])[number]
-                piecewise.prefill(texts, own, starts)
+            blocks = blocks_of(ends, in_parts[number], rows_of_pass)
+            for texts, starts in _pieces(before_roots, blocks, chunk, part.overlap):
+                _, _, in_draft = self.first(len(texts))
+                _, in_part = draft.parts(in_draft)[number]
+                piecewise.prefill(texts, in_part, starts)
                 yield reused
         yield reused
 
@@ -248,17 +262,17 @@ class Workspace:
         Returns how many rows the target's cache then has of each text, and how many that of each part.
         """
         batch = len(texts)
+        none = [0] * batch
         if past is None:
-            return [0] * batch, [[0] * batch for _ in parts]
+            return none, [none for _ in parts]
         shared = past.shared(texts, ends)
-        in_parts = [
-            [0] * batch if part.forward is None else shared.copy_rows(part.forward, cache) for part, cache in parts
-        ]
+        in_parts = [none if part.forward is None else shared.copy_rows(part.forward, cache) for part, cache in parts]
         readers = [number for number, (part, _) in enumerate(parts) if part.reads_target]
-        # A head must have cached all tokens that the target does not compute again.
-        most = zip(shared.lengths, *(in_parts[reader] for reader in readers), strict=True)
-        shared = shared.limited([min(each) for each in most])
-        cached = shared.copy_rows(self._target, self.first(batch)[1])
+        lengths = shared.lengths
+        for reader in readers:  # a head must have cached all tokens that the target does not compute again
+            lengths = [min(both) for both in zip(lengths, in_parts[reader], strict=True)]
+        _, target_cache, _ = self.first(batch)
+        cached = shared.limited(lengths).copy_rows(self._target, target_cache)
         for reader in readers:  # the last entry depends on the next token, which may be another one now
             in_parts[reader] = [max(0, rows - 1) for rows in cached]
         return cached, in_parts
@@ -283,8 +297,10 @@ class Workspace:
         The cache may lack an accepted leaf, the token before the root.
         """
         numbers = self.state.numbers[:, :slots].cpu()
-        lengths, members = numbers[[StateField.LENGTHS, StateField.MEMBER]].tolist()
-        self._behind |= {member: max(0, length - 1) for member, length in zip(members, lengths, strict=True)}
+        lengths = numbers[StateField.LENGTHS].tolist()
+        members = numbers[StateField.MEMBER].tolist()
+        for member, length in zip(members, lengths, strict=True):
+            self._behind[member] = max(0, length - 1)
 
     def _catch_up(self, request: Request, plan: StepPlan, slots: int) -> None:
         """Let the draft read the tokens before the roots of the first slots that it has not read."""
@@ -298,16 +314,18 @@ class Workspace:
         ends = lengths.tolist()
         texts = self._texts(request)[members.to(request.prompt.device)]
         have = [self._behind.pop(member) for member in members.tolist()]
-        for tokens, starts in _pieces(texts, blocks_of(ends, have, rows_of_a_pass(plan)), None):
-            draft.prefill(tokens, self.first(len(tokens))[2], starts)
+        blocks = blocks_of(ends, have, rows_of_a_pass(plan))
+        for tokens, starts in _pieces(texts, blocks, None):
+            _, _, in_draft = self.first(len(tokens))
+            draft.prefill(tokens, in_draft, starts)
         logger.debug("the draft has caught up with %d texts", slots)
 
     def _texts(self, request: Request) -> Tensor:
         """Return the tokens of all sequences so far, LongTensor[B, T + M]; undefined after a sequence's end."""
-        batch, width = request.prompt.shape
-        texts = pad(request.prompt, (0, self.state.output.shape[1]))
-        after = request.lengths[:, None] + torch.arange(texts.shape[1] - width, device=texts.device)
-        return texts.scatter(1, after, self.state.output[:batch])
+        new = self.state.output[: len(request.prompt)]  # [B, M]
+        column = torch.arange(new.shape[1], device=new.device)
+        position = request.lengths[:, None] + column  # [B, M], of the new tokens
+        return pad(request.prompt, (0, new.shape[1])).scatter(1, position, new)
 
     def _text_lengths(self, request: Request, numbers: Tensor) -> Tensor:
         """Return the tokens before the roots in some slots, LongTensor[b] on the CPU.
@@ -327,18 +345,27 @@ class Workspace:
         numbers = self.state.numbers[:, : len(request.prompt)].cpu()
         slots = numbers[StateField.MEMBER].argsort()
         lengths = self._text_lengths(request, numbers)[slots]
-        texts = self._texts(request)[:, : int(lengths.max()) if rows is None else rows].cpu()
-        texts = texts.where(torch.arange(texts.shape[1], device="cpu") < lengths[:, None], -1)
+        width = int(lengths.max()) if rows is None else rows
+        texts = self._texts(request)[:, :width].cpu()
+        is_token = torch.arange(texts.shape[1], device="cpu") < lengths[:, None]
+        texts = texts.where(is_token, -1)  # [B, width]
         models = [ModelRows(self._target, self._kept(self.target_cache, texts))]
+        missed = [int(lengths[member]) - read for member, read in self._behind.items()]
         for part, cache in draft.parts(self.draft_cache):
-            if part.forward is not None:
-                missed = [int(lengths[member]) - rows for member, rows in self._behind.items()]
-                unsure = max([part.unsure_rows(plan.depth), draft.unsure_rows(plan.depth), *missed])
-                models.append(ModelRows(part.forward, self._kept(cache, texts), 0 if part.keeps_state else unsure))
-        return TextCache(texts, slots.tolist(), models, request.inputs and request.inputs.seen)
+            if part.forward is None:
+                continue
+            unsure = max([part.unsure_rows(plan.depth), draft.unsure_rows(plan.depth), *missed])
+            if part.keeps_state:
+                unsure = 0
+            models.append(ModelRows(part.forward, self._kept(cache, texts), unsure))
+        seen = request.inputs and request.inputs.seen
+        return TextCache(texts, slots.tolist(), models, seen)
 
     def _kept(self, cache: RowCache, texts: Tensor) -> RowCache:
-        return cache.trimmed(slice(len(texts)), texts.shape[1]) if self.launcher.outlives else cache
+        if not self.launcher.outlives:
+            return cache
+        sequences, width = texts.shape
+        return cache.trimmed(slice(sequences), width)
 
     def first(self, slots: int) -> tuple[Sequences, KeyValueCache, RowCache]:
         """Return views of the state, the target's and the draft's cache for the first `slots` slots."""
@@ -384,22 +411,29 @@ def blocks_of(ends: list[int], cached: list[int], rows_of_pass: float) -> list[B
     rows_of_pass: the number of rows that cost as much as one more pass
     """
     missing = [max(0, end - have) for end, have in zip(ends, cached, strict=True)]
-    places = [0, *sorted({*missing} - {0})]  # numbers of tokens after which a block may end
-    slots = [1 + max((slot for slot, lacks in enumerate(missing) if lacks > place), default=-1) for place in places]
-    best: list[tuple[float, list[int]]] = [(0, [0])]  # for each of these: the least cost, and where the blocks end
-    for last in range(1, len(places)):
-        ways = (
-            (best[first][0] + slots[first] * (places[last] - places[first]) + rows_of_pass, first)
-            for first in range(last)
-        )
+    borders = [0, *sorted({*missing} - {0})]  # how many missing tokens may have been read when a block ends
+    slots = []  # the slots of a block that begins at each border: up to the last one that lacks more tokens
+    for border in borders:
+        lacking = [slot for slot, lacks in enumerate(missing) if lacks > border]
+        slots.append(max(lacking, default=-1) + 1)
+    costs: list[float] = [0]  # the least cost of reading up to each border
+    splits = [[0]]  # and the borders of the blocks that have it
+    for last in range(1, len(borders)):
+        ways = []
+        for first in range(last):
+            rows = slots[first] * (borders[last] - borders[first])
+            ways.append((costs[first] + rows + rows_of_pass, first))
         cost, first = min(ways)
-        best.append((cost, [*best[first][1], last]))
+        costs.append(cost)
+        splits.append([*splits[first], last])
     blocks: list[Block] = []
-    for first, last in pairwise(best[-1][1]):
-        width = places[last] - places[first]
-        count = slots[first]
-        both = zip(ends[:count], cached[:count], strict=True)
-        blocks.append(Block(count, width, [max(0, min(have + places[first], end - width)) for end, have in both]))
+    for first, last in pairwise(splits[-1]):
+        width = borders[last] - borders[first]
+        starts = []
+        for slot in range(slots[first]):
+            start = min(cached[slot] + borders[first], ends[slot] - width)
+            starts.append(max(0, start))
+        blocks.append(Block(slots[first], width, starts))
     return blocks
 
 
@@ -410,20 +444,22 @@ def rows_of_a_pass(plan: StepPlan, *, in_one_pass: bool = False) -> float:
     and if prompts hold more than tokens (`in_one_pass`).
     """
     models = [plan.target, *plan.draft.models]
-    if in_one_pass or plan.target.stream is not None or any(model.rope_limit is not None for model in models):
-        return inf
+    depends_on_longest = any(model.rope_limit is not None for model in models)
+    if in_one_pass or plan.target.stream is not None or depends_on_longest:
+        return math.inf
     return ROWS_OF_A_PASS["cpu" if host_can_read(plan.target.device) else "cuda"]
 
 
 def _most_missing_first(request: Request) -> list[int]:
     """Return the order in which a request's sequences take slots: those with the most tokens to compute first."""
     ends = (request.lengths - 1).tolist()
+    sequences = range(len(ends))
+    if request.inputs is not None:
+        return [*sequences]
     have = [0] * len(ends)
-    if request.inputs is None and request.past is not None:
+    if request.past is not None:
         have = request.past.shared(request.prompt[:, :-1], ends).lengths
-    elif request.inputs is not None:
-        return [*range(len(ends))]
-    return sorted(range(len(ends)), key=lambda sequence: have[sequence] - ends[sequence])
+    return sorted(sequences, key=lambda sequence: have[sequence] - ends[sequence])
 
 
 def _pieces(
@@ -434,10 +470,15 @@ def _pieces(
     A piece, LongTensor[slots, any], has at most `chunk` tokens of each sequence, and the next `shared` tokens, with
     which the next piece begins again.
     """
+    last_column = tokens.shape[1] - 1
     for block in blocks:
-        first = torch.tensor(block.starts, device=tokens.device)[:, None]
-        whole = block.width + (0 if block is blocks[-1] else shared)
-        for begin in range(0, block.width, chunk or block.width):
-            column = torch.arange(begin, min(whole, begin + (chunk or block.width) + shared), device=tokens.device)
-            places = (first + column).clamp(max=tokens.shape[1] - 1)  # undefined after a sequence's end
-            yield tokens[: block.slots].gather(1, places), [start + begin for start in block.starts]
+        first = torch.tensor(block.starts, device=tokens.device)[:, None]  # [slots, 1]
+        is_last = block is blocks[-1]
+        block_end = block.width if is_last else block.width + shared
+        width = chunk or block.width
+        for begin in range(0, block.width, width):
+            end = min(block_end, begin + width + shared)
+            column = torch.arange(begin, end, device=tokens.device)
+            positions = (first + column).clamp(max=last_column)  # undefined after a sequence's end
+            starts = [start + begin for start in block.starts]
+            yield tokens[: block.slots].gather(1, positions), starts

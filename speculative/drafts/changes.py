@@ -4,7 +4,7 @@ A step has a list of changes. Each is called when the step begins, before tokens
 before verification, and after it. In this base class the hooks do nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -48,37 +48,3 @@ class LogitChange:
 
     def after_verifying(self, verified: Verified) -> None:
         """Called with the result of the verification, before it is committed; a change may update its own state."""
-
-
-class LogitChanges(LogitChange):
-    """Several changes of logits as one: each hook calls those of all changes, in order."""
-
-    def __init__(self, changes: Sequence[LogitChange]):
-        self._changes = changes
-
-    def of_step(self, state: Any, lap: Callable[[str], object]) -> "LogitChanges":
-        """The changes for the step that begins now."""
-        return LogitChanges([change.of_step(state, lap) for change in self._changes])
-
-    def before_drawing(self, draft: Draft, state: Any) -> Draft:
-        """The draft, wrapped by each of the changes in turn."""
-        for change in self._changes:
-            draft = change.before_drawing(draft, state)
-        return draft
-
-    def before_scoring(self, inputs: Any, state: Any) -> Any:
-        """The nodes for the target's pass, with the nodes that all changes append."""
-        for change in self._changes:
-            inputs = change.before_scoring(inputs, state)
-        return inputs
-
-    def before_verifying(self, logits: Tensor, drafted: Any, state: Any) -> Tensor:
-        """The target's logits [B, N, V], changed by each of the changes in turn."""
-        for change in self._changes:
-            logits = change.before_verifying(logits, drafted, state)
-        return logits
-
-    def after_verifying(self, verified: Verified) -> None:
-        """Pass the result of the verification to all changes."""
-        for change in self._changes:
-            change.after_verifying(verified)

@@ -32,7 +32,7 @@ def as_draft(given: Any, target: Forward, model: PreTrainedModel) -> Draft:
     Raises TypeError or ValueError for something that is neither a model nor a draft, and for a model with another
     vocabulary or on another device.
     """
-    if load_kind(given):
+    if isinstance(given, Draftable) and load_kind(given):
         return as_draft(given, target, model)
     if is_own(given):
         from heavypath.speculative.drafts.own import OwnDraft

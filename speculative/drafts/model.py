@@ -86,16 +86,22 @@ class ModelDraft(Draft):
         mask = TreeMask(feed.prefix_lengths, feed.visible_rows, ancestor_mask=feed.ancestor_mask, level=feed.level)
         positions = self.forward.positions_within_limit(feed.positions, feed.prefix_lengths)
         logits = self.forward(self._known(feed.tokens), positions, feed.cache_rows, cache, mask)
-        if cache.keys.shape[2] > self.forward.max_positions:  # sequences in this cache may be longer than the positions
-            silence(logits, feed.positions, self.forward.max_positions)
+        most = self.forward.max_positions
+        if cache.keys.shape[2] > most:  # sequences in this cache may be longer than the positions
+            silence(logits, feed.positions, most)
         missing = self._vocab_size - self.forward.vocab_size
-        return logits if missing == 0 else pad(logits, (0, missing), value=-torch.inf)  # a negative number cuts off
+        if missing == 0:
+            return logits
+        return pad(logits, (0, missing), value=-torch.inf)  # a negative number cuts off
 
     def _known(self, tokens: Tensor) -> Tensor:
         """The tokens, LongTensor[...], as input of the draft: padding ids of the target, which the draft lacks, become
         the draft's last token.
         """
-        return tokens if self._vocab_size <= self.forward.vocab_size else tokens.clamp(max=self.forward.vocab_size - 1)
+        own_size = self.forward.vocab_size
+        if self._vocab_size <= own_size:
+            return tokens
+        return tokens.clamp(max=own_size - 1)
 
 
 def silence(logits: Tensor, positions: Tensor, most: int) -> None:

@@ -103,17 +103,21 @@ class RowCache:
 
     def take(self, sequence: int, source: "RowCache", of: int, rows: int) -> int:
         """Copy the first `rows` rows of sequence `of` of another cache to `sequence`; returns the number copied."""
-        for own, other in ((self.keys, source.keys), (self.values, source.values)):
-            own[sequence, :, :rows] = other[of, :, :rows]
+        self.keys[sequence, :, :rows] = source.keys[of, :, :rows]
+        self.values[sequence, :, :rows] = source.values[of, :, :rows]
         return rows
 
     def trimmed_bytes(self, slots: slice, rows: int) -> int:
         """The size in bytes of the result of `trimmed`."""
-        return self.keys[slots, :, :rows].nbytes + self.values[slots, :, :rows].nbytes
+        keys = self.keys[slots, :, :rows]
+        values = self.values[slots, :, :rows]
+        return keys.nbytes + values.nbytes
 
     def trimmed(self, slots: slice, rows: int) -> "RowCache":
         """A copy of the first `rows` rows of the sequences in these slots."""
-        return RowCache(self.keys[slots, :, :rows].clone(), self.values[slots, :, :rows].clone())
+        keys = self.keys[slots, :, :rows]
+        values = self.values[slots, :, :rows]
+        return RowCache(keys.clone(), values.clone())
 
 
 class KeyValueCache(RowCache, Cache):
@@ -151,8 +155,11 @@ class KeyValueCache(RowCache, Cache):
 
     def _split(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [B, Hkv, rows, D] of each layer."""
-        heads = [slice(first, first + self._kv_heads) for first in range(0, self.keys.shape[1], self._kv_heads)]
-        return [(self.keys[:, own], self.values[:, own]) for own in heads]
+        layers = []
+        for first in range(0, self.keys.shape[1], self._kv_heads):
+            heads = slice(first, first + self._kv_heads)
+            layers.append((self.keys[:, heads], self.values[:, heads]))
+        return layers
 
     def first(self, slots: int) -> Self:
         """A view of the first `slots` sequences."""
@@ -174,8 +181,9 @@ class KeyValueCache(RowCache, Cache):
 
         d may be less than the cache's D. Then only the first d columns of each row are written.
         """
-        for own, new in zip(self._by_layer[layer], (key, value), strict=True):
-            store_rows(own, new, cache_rows)
+        keys, values = self._by_layer[layer]
+        store_rows(keys, key, cache_rows)
+        store_rows(values, value, cache_rows)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values [B, Hkv, rows, D]."""
@@ -201,13 +209,18 @@ class KeyValueCache(RowCache, Cache):
         """
         assert self._new_rows is not None
         self.write(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2), self._new_rows)
-        first = self._first_rows[layer_idx % len(self._first_rows)] if self._first_rows else 0
-        keys, values = (states[:, :, first : self._visible_rows] for states in self.read(layer_idx))
-        return keys[..., : key_states.shape[-1]], values[..., : value_states.shape[-1]]
+        first = 0
+        if self._first_rows:
+            first = self._first_rows[layer_idx % len(self._first_rows)]
+        visible = slice(first, self._visible_rows)
+        keys, values = self.read(layer_idx)
+        return keys[:, :, visible, : key_states.shape[-1]], values[:, :, visible, : value_states.shape[-1]]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """For transformers: the number of visible rows before the new tokens, at least those of the longest prefix."""
-        return self._visible_rows - (0 if self._new_rows is None else self._new_rows.shape[1])
+        if self._new_rows is None:
+            return self._visible_rows
+        return self._visible_rows - self._new_rows.shape[1]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """For transformers' masks: the number of visible rows, and the number of the first one, which is 0."""

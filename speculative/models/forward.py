@@ -127,7 +127,8 @@ class Taps(NamedTuple):
 
         states: [B * N, H] or [B, N, H] by number, the requested ones at least; the others: as `read` gets them
         """
-        self.read([states[number].reshape(*tokens.shape, -1) for number in self.numbers], tokens, positions, cache_rows)
+        requested = [states[number].reshape(*tokens.shape, -1) for number in self.numbers]
+        self.read(requested, tokens, positions, cache_rows)
 
 
 class Forward(ABC):
@@ -236,8 +237,12 @@ class Forward(ABC):
 
         Streamed weights are checked when they have been read.
         """
-        brought = {id(one) for layer in self.model.modules() if streamed(layer) for one in layer.parameters()}
-        check_finite(self.name, ((name, one) for name, one in self.weights() if id(one) not in brought))
+        brought: set[int] = set()
+        for layer in self.model.modules():
+            if streamed(layer):
+                brought |= {id(weight) for weight in layer.parameters()}
+        resident = ((name, weight) for name, weight in self.weights() if id(weight) not in brought)
+        check_finite(self.name, resident)
 
     def check_positions(self, needed: int, how: str) -> None:
         """Raise ValueError if prompts and new tokens need more positions than the model has.
@@ -293,19 +298,25 @@ class Forward(ABC):
         Padding is cached too. It lies after the sequence's length, where each row is overwritten before it is read.
         """
         batch, width = tokens.shape
-        starts = [0] * batch if starts is None else starts
-        first = torch.tensor(starts if min(starts) < max(starts) else starts[0], device=tokens.device)  # [] or [B]
+        device = tokens.device
+        if starts is None:
+            starts = [0] * batch
+        least = min(starts)
+        largest = max(starts)
+        first = torch.tensor(starts if least < largest else least, device=device)  # [B], or [] if all are equal
         limit = self.rope_limit
-        is_long = limit is not None and min(starts) + width >= limit
-        most = chunk_of(batch, tokens.device) if self.stream is None else STREAMED_CHUNK[tokens.device.type]
+        is_long = limit is not None and least + width >= limit
+        most = chunk_of(batch, device) if self.stream is None else STREAMED_CHUNK[device.type]
         for begin in range(0, width, most):
             end = min(begin + most, width)
-            rows = (first[..., None] + torch.arange(begin, end, device=tokens.device)).expand(batch, -1)
+            column = torch.arange(begin, end, device=device)
+            rows = (first[..., None] + column).expand(batch, -1)  # [B, N]
             positions = rows
             chunk = tokens[:, begin:end]
-            if limit is not None and is_long and min(starts) + end <= limit:
+            if limit is not None and is_long and least + end <= limit:
                 chunk, positions, rows = as_long(chunk, rows, limit)
-            mask = chain_mask(first + begin, rows.shape[1], visible_rows=max(starts) + begin + rows.shape[1])
+            count = rows.shape[1]
+            mask = chain_mask(first + begin, count, visible_rows=largest + begin + count)
             self(chunk, positions, rows, cache, mask, needs_logits=False, taps=taps)
 
     def positions_within_limit(self, positions: Tensor, prefix_length: Tensor) -> Tensor:
@@ -318,7 +329,8 @@ class Forward(ABC):
         """
         if self.rope_limit is None:
             return positions
-        return positions.where(prefix_length[:, None] >= self.rope_limit, positions.clamp(max=self.rope_limit - 1))
+        is_long = prefix_length[:, None] >= self.rope_limit
+        return positions.where(is_long, positions.clamp(max=self.rope_limit - 1))
 
 
 def chunk_of(batch: int, device: torch.device) -> int:
@@ -337,7 +349,9 @@ def as_long(tokens: Tensor, rows: Tensor, limit: int) -> tuple[Tensor, Tensor, T
     tokens, rows: LongTensor[B, N], the rows below limit; returned are LongTensors [B, N + 1]
     limit:        see `Forward.rope_limit`
     """
-    return pad(tokens, (0, 1)), pad(rows, (0, 1), value=limit), torch.cat([rows, rows[:, -1:] + 1], 1)
+    positions = pad(rows, (0, 1), value=limit)
+    next_row = rows[:, -1:] + 1
+    return pad(tokens, (0, 1)), positions, torch.cat([rows, next_row], 1)
 
 
 def parts_of(model: nn.Module, name: str) -> Parts:
@@ -346,9 +360,10 @@ def parts_of(model: nn.Module, name: str) -> Parts:
     name: of the model in messages. Raises ValueError for weights that are split in more than one way.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # FSDP may have gathered split weights, so look for its class
-    is_sharded = fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
-    if is_sharded or any(map(is_split, model.modules())):
-        return load("shards_of")(model, name)
+    for module in model.modules():
+        is_sharded = fsdp is not None and isinstance(module, fsdp.FSDPModule)
+        if is_sharded or is_split(module):
+            return load("shards_of")(model, name)
     return WHOLE
 
 

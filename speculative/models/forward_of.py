@@ -31,7 +31,7 @@ FORWARDS: dict[str, Callable[[PreTrainedModel, str], Forward]] = {}
 _TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
 
 
-def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None) -> Forward:
+def forward_of(model: Any, name: str, layers: Sequence[int] | None = None) -> Forward:
     """The forward pass over tree nodes of a transformers causal language model, or of a PEFT model around one.
 
     name:   what messages call the model: "target", whose logits must be right, or "draft", whose logits need not be

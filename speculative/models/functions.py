@@ -27,6 +27,7 @@ _LIBRARIES = tuple(str(Path(str(each.__file__)).parent) + "/" for each in (torch
 _PACKAGES = ("torch", "transformers", "builtins", "typing", "collections", "enum", __name__.split(".")[0])
 _KERNELS = ("fla", "causal_conv1d", "mamba_ssm")
 _OURS = str(Path(__file__).parents[2]) + "/"
+_FOLDERS = (*_LIBRARIES, _OURS)
 _INSTALLED = ("site-packages", "dist-packages")
 _TORCH = (torch.__dict__, nn.functional.__dict__)
 # The parts of transformers that compute. The rest of it reads files, writes logs, and calls these parts.
@@ -67,8 +68,11 @@ def strange_functions(types: Iterable[type], attentions: Iterable[str]) -> list[
     types, attentions: as in `functions_of`
     """
     found = _found(frozenset(types), frozenset(attentions))
-    every = zip(found.lookups, found.values, strict=True)
-    return sorted({f"{_name_of(owner)}.{name}" for (owner, name), value in every if not _is_usual(owner, value)})
+    strange: set[str] = set()
+    for (owner, name), value in zip(found.lookups, found.values, strict=True):
+        if not _is_usual(owner, value):
+            strange.add(f"{_name_of(owner)}.{name}")
+    return sorted(strange)
 
 
 def is_as_written(kind: type) -> bool:
@@ -76,17 +80,24 @@ def is_as_written(kind: type) -> bool:
     home = next((base.__module__ for base in kind.__mro__ if "forward" in vars(base)), kind.__module__)
     *decorators, innermost = _chain(kind.forward)
     code: Any = getattr(innermost, "__code__", None)
+    if code is None:
+        return False
     file = getattr(sys.modules.get(home), "__file__", None)
-    there = code is not None and (innermost.__module__ == home if file is None else code.co_filename == file)
-    own = (*_LIBRARIES, _OURS)
-    codes = (getattr(each, "__code__", None) for each in decorators)
-    return there and all(each is None or each.co_filename.startswith(own) for each in codes)
+    is_there = innermost.__module__ == home if file is None else code.co_filename == file
+    if not is_there:
+        return False
+    for decorator in decorators:
+        of_decorator: Any = getattr(decorator, "__code__", None)
+        if of_decorator is not None and not of_decorator.co_filename.startswith(_FOLDERS):
+            return False
+    return True
 
 
 def is_published(kind: type, home: str) -> bool:
     """Whether a class is defined in the module `home` and still has the forward method that is written there."""
-    named = getattr(getattr(_chain(kind.forward)[-1], "__code__", None), "co_qualname", None)
-    return kind.__module__ == home and is_as_written(kind) and named == f"{kind.__qualname__}.forward"
+    code = getattr(_chain(kind.forward)[-1], "__code__", None)
+    name = getattr(code, "co_qualname", None)
+    return kind.__module__ == home and is_as_written(kind) and name == f"{kind.__qualname__}.forward"
 
 
 def strange_parts(model: nn.Module, attentions: Iterable[str], hooks: bool = True) -> list[str]:
@@ -95,10 +106,13 @@ def strange_parts(model: nn.Module, attentions: Iterable[str], hooks: bool = Tru
     attentions: the attention implementations that its modules may ask for, by name
     hooks: whether to include hooks of modules, and forward functions that were set on a module object
     """
-    named = [*model.named_modules()]
-    functions = [each for where, module in named for each in _functions_in(where, module, hooks)]
-    own = [name for name, value in functions if not is_of_library(value)]
-    return strange_functions((type(module) for _, module in named), attentions) + own
+    types: set[type] = set()
+    of_objects: list[str] = []
+    for where, module in model.named_modules():
+        types.add(type(module))
+        functions = _functions_in(where, module, hooks)
+        of_objects += [name for name, value in functions if not is_of_library(value)]
+    return strange_functions(types, attentions) + of_objects
 
 
 def _functions_in(where: str, module: nn.Module, hooks: bool) -> Iterator[tuple[str, Any]]:
@@ -119,16 +133,20 @@ def is_of_library(function: Any) -> bool:
 
     False for a functools.partial and for any other callable object that is not a function.
     """
-    return _is_own(function, (*_LIBRARIES, _OURS), set())
+    return _is_own(function, _FOLDERS, set())
 
 
 def _found(types: frozenset[type], attentions: frozenset[str]) -> _Found:
     known = _known.get((types, attentions))
-    if known is None or known.values != [*map(_look_up, known.lookups)] or known.codes != _codes(known.values):
-        lookups = [*_all_lookups(types, attentions)]
-        values = [*map(_look_up, lookups)]
-        known = _known[types, attentions] = _Found(lookups, values, _codes(values))
-    return known
+    if known is not None:
+        is_same = known.values == [*map(_look_up, known.lookups)]
+        if is_same and known.codes == _codes(known.values):
+            return known
+    lookups = [*_all_lookups(types, attentions)]
+    values = [*map(_look_up, lookups)]
+    found = _Found(lookups, values, _codes(values))
+    _known[types, attentions] = found
+    return found
 
 
 def _look_up(lookup: tuple[Owner, str]) -> Any:
@@ -141,7 +159,8 @@ def _codes(values: Iterable[Any]) -> list[Any]:
 
 
 def _comparable(value: Any) -> Any:
-    return value if isinstance(value, (type, FunctionType, BuiltinFunctionType, MethodType)) else id(value)
+    is_comparable = isinstance(value, (type, FunctionType, BuiltinFunctionType, MethodType))
+    return value if is_comparable else id(value)
 
 
 def _all_lookups(types: Iterable[type], attentions: Collection[str]) -> Iterator[tuple[Owner, str]]:
@@ -152,24 +171,28 @@ def _all_lookups(types: Iterable[type], attentions: Collection[str]) -> Iterator
     seen: set[tuple[int, str]] = set()
     while waiting:
         owner, name, kind = waiting.pop()
-        if (id(owner), name) in seen:
+        key = (id(owner), name)
+        if key in seen:
             continue
-        seen.add((id(owner), name))
+        seen.add(key)
         value = _look_up((owner, name))
         if isinstance(value, GeneralInterface):
             waiting += [(value, each, kind) for each in sorted(attentions)]
         if callable(value) or isinstance(owner, GeneralInterface):  # a registry may lack the name
             yield owner, name
         innermost = _chain(value)[-1]
-        if isinstance(innermost, FunctionType) and str(innermost.__globals__.get("__name__")).startswith(_FOLLOWED):
-            waiting += [(*each, kind) for each in _names_in(innermost, kind)]
+        if isinstance(innermost, FunctionType):
+            module = str(innermost.__globals__.get("__name__"))
+            if module.startswith(_FOLLOWED):
+                waiting += [(*each, kind) for each in _names_in(innermost, kind)]
 
 
 def _names_in(function: FunctionType, kind: type) -> Iterator[tuple[Owner, str]]:
     """Where a function's code looks up its names: in its module, in PyTorch, and in the class of `self`."""
     for name in _words(function.__code__):
         for owner in (function.__globals__, *_TORCH):
-            if name in owner and (callable(owner[name]) or isinstance(owner[name], GeneralInterface)):
+            value = owner.get(name)
+            if callable(value) or isinstance(value, GeneralInterface):
                 yield owner, name
         is_method = isinstance(getattr(kind, name, None), FunctionType) and not hasattr(nn.Module, name)
         if is_method or name == "_call_impl":
@@ -187,8 +210,10 @@ def _words(code: CodeType) -> Iterator[str]:
 def _chain(function: Any) -> list[Any]:
     """A function and what it wraps (`__wrapped__`), from the outermost to the innermost."""
     chain = [function]
-    while (inner := getattr(chain[-1], "__wrapped__", None)) is not None and inner not in chain:
+    inner = getattr(function, "__wrapped__", None)
+    while inner is not None and inner not in chain:
         chain.append(inner)
+        inner = getattr(inner, "__wrapped__", None)
     return chain
 
 
@@ -197,7 +222,7 @@ def _is_usual(owner: Owner, value: Any) -> bool:
     if value is None:
         return True
     if isinstance(owner, type) and isinstance(value, FunctionType):
-        return _is_own(value, (*_LIBRARIES, _OURS, *_folder_of(owner)), set())
+        return _is_own(value, (*_FOLDERS, *_folder_of(owner)), set())
     return is_of_library(value)
 
 
@@ -221,16 +246,19 @@ def _is_own(value: Any, folders: tuple[str, ...], seen: set[int]) -> bool:
     if isinstance(value, BuiltinFunctionType):
         return True
     if isinstance(value, FunctionType):
-        inside = [*_contents_of(value.__closure__ or ())]
-        inside += _chain(value)[1:]
-        return value.__code__.co_filename.startswith(folders) and all(_is_own(each, folders, seen) for each in inside)
-    return not isinstance(value, partial) and type(value).__module__.split(".")[0] == "transformers"
+        if not value.__code__.co_filename.startswith(folders):
+            return False
+        inside = [*_contents_of(value.__closure__ or ()), *_chain(value)[1:]]
+        return all(_is_own(each, folders, seen) for each in inside)
+    package = type(value).__module__.split(".")[0]
+    return not isinstance(value, partial) and package == "transformers"
 
 
 def _is_kernel(value: Any) -> bool:
     """Whether a function comes from a package of kernels, such as `mamba_ssm`, that transformers uses if installed."""
     package = str(getattr(value, "__module__", "")).split(".")[0]
-    path = getattr(getattr(value, "__code__", None), "co_filename", package)
+    code = getattr(value, "__code__", None)
+    path = getattr(code, "co_filename", package)
     return package in _KERNELS and package in path
 
 

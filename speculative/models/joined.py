@@ -20,19 +20,17 @@ from operator import is_
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers.activations import ACT2FN
 
 from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.layers.gated import silu_product
 from heavypath.speculative.models.forward import is_plain
-from heavypath.speculative.models.linear import Product, Products
+from heavypath.speculative.models.linear import Products
 from heavypath.speculative.models.structure import has_hooks
 from heavypath.speculative.ranks.peers import local_of
 
 # The parameters joined now, by the identity of the first one. All forward passes of a model share them.
 _shared: weakref.WeakValueDictionary[int, "_Together"] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
-_SILU = {type(ACT2FN[name]) for name in ("silu", "swish")}
 
 
 class Joining:
@@ -153,22 +151,6 @@ def rows_of(parameters: Sequence[Tensor]) -> Tensor | None:
     if len(storages) > 1 or [one.storage_offset() for one in parameters] != starts:
         return None
     return first.as_strided((sum(sizes), *first.shape[1:]), first.stride())
-
-
-def gated_by(activation: nn.Module, products: Products) -> Product:
-    """A function from an MLP's input [R, H] to act(gate) * up, [R, F]; with SiLU in one launch where that is possible.
-
-    activation: the module act; products: a function from the input to the products with gate and up
-    """
-    if isinstance(products, JoinedProducts) and is_silu(activation):
-        return products.gated
-    gated = silu_product if is_silu(activation) else lambda gate, up: activation(gate) * up
-    return lambda hidden: gated(*products(hidden))
-
-
-def is_silu(activation: nn.Module) -> bool:
-    """Whether an activation is SiLU by transformers' own module, without hooks."""
-    return type(activation) in _SILU and not has_hooks(activation)
 
 
 def _storage_of(tensor: Tensor) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from heavypath.kernels.native.library import library
 from heavypath.kernels.native.products import TYPES, Blocks, product
@@ -36,6 +37,7 @@ Products = Callable[[Tensor], Sequence[Tensor]]  # from an input [rows, K], one 
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")  # version 2, where a container sees its own group
 SAMPLE = 16
+_SILU = {type(ACT2FN[name]) for name in ("silu", "swish")}
 
 _packed: "weakref.WeakValueDictionary[tuple[object, ...], Packed]" = weakref.WeakValueDictionary()
 _lock = threading.Lock()
@@ -55,9 +57,12 @@ class Linears:
         self._copied: list[Packed] = []
         self.can_copy = bool(weights) and library() is not None
         if self.can_copy:
-            with _lock:  # copies of another decoder are shared
-                there = {id(each) for copied in _packed.values() if copied.is_current() for each in copied.parameters}
-            needed = sum(weight.nbytes for weight in weights if id(weight) not in there)
+            shared: set[int] = set()  # weights whose copies another decoder has
+            with _lock:
+                for copied in _packed.values():
+                    if copied.is_current():
+                        shared |= {id(parameter) for parameter in copied.parameters}
+            needed = sum(weight.nbytes for weight in weights if id(weight) not in shared)
             free = free_memory()
             self.can_copy = 2 * needed <= free
             sizes = f"{needed / 1e6:,.0f} MB beside {free / 1e6:,.0f} MB that are free"
@@ -117,7 +122,8 @@ def as_it_lies(layer: Any) -> Product:
         from heavypath.speculative.models.gpu_product import product_of
 
         return product_of(layer)
-    if not (are_plain([layer]) and layer.weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()):
+    is_fp32 = are_plain([layer]) and layer.weight.dtype == torch.float32
+    if not (is_fp32 and torch.backends.mkldnn.is_available()):
         return layer
     multiply = torch.ops.mkldnn._linear_pointwise  # torch.compile uses it for linear layers, too
     return lambda hidden: multiply(hidden, layer.weight, layer.bias, "none", [], "")
@@ -130,9 +136,14 @@ class Packed:
     """
 
     def __init__(self, layers: Sequence[Any], paired: bool):
-        self.parameters = [each for layer in layers for each in (layer.weight, layer.bias) if each is not None]
-        self._looks = [(place, version, bits.clone()) for place, version, bits in map(_look_of, self.parameters)]
-        self.blocks = Blocks.of([layer.weight for layer in layers], [layer.bias for layer in layers], paired)
+        weights = [layer.weight for layer in layers]
+        biases = [layer.bias for layer in layers]
+        self.parameters = [*weights, *(bias for bias in biases if bias is not None)]
+        self._looks: list[tuple[int, int, Tensor]] = []
+        for parameter in self.parameters:
+            address, version, bits = _look_of(parameter)
+            self._looks.append((address, version, bits.clone()))
+        self.blocks = Blocks.of(weights, biases, paired)
 
     def is_current(self) -> bool:
         """Whether no weight has changed since it was copied; a few changes through `.data` are not noticed."""
@@ -141,19 +152,29 @@ class Packed:
 
 def are_plain(layers: Sequence[Any]) -> bool:
     """Whether the compiled kernels can compute these layers: linear, on a CPU, all of one supported dtype."""
-    plain = all(is_linear(layer) and layer.weight.is_cpu and layer.weight.dtype in TYPES for layer in layers)
-    return plain and len({layer.weight.dtype for layer in layers}) == 1
+    for layer in layers:
+        if not (is_linear(layer) and layer.weight.is_cpu and layer.weight.dtype in TYPES):
+            return False
+    return len({layer.weight.dtype for layer in layers}) == 1
 
 
 def is_linear(layer: Any, *others: str) -> bool:
     """Whether a layer is PyTorch's nn.Linear without hooks, with a plain weight or one of a class named in `others`."""
-    usual = type(layer) is nn.Linear and not has_hooks(layer)
-    return usual and (type(layer.weight) in (nn.Parameter, Tensor) or type(layer.weight).__name__ in others)
+    if type(layer) is not nn.Linear or has_hooks(layer):
+        return False
+    kind = type(layer.weight)
+    return kind in (nn.Parameter, Tensor) or kind.__name__ in others
+
+
+def is_silu(activation: nn.Module) -> bool:
+    """Whether an activation is SiLU by transformers' own module, without hooks."""
+    return type(activation) in _SILU and not has_hooks(activation)
 
 
 def _look_of(parameter: Tensor) -> tuple[int, int, Tensor]:
     """What a change of a parameter [N] or [N, K] alters: address, version, and sampled bits of each row."""
-    bits = parameter.detach().view(torch.int32 if parameter.dtype.itemsize == 4 else torch.int16)
+    integers = torch.int32 if parameter.dtype.itemsize == 4 else torch.int16
+    bits = parameter.detach().view(integers)
     if bits.ndim > 1:
         rows, columns = bits.shape
         width = min(SAMPLE, columns)
@@ -168,16 +189,24 @@ def _look_of(parameter: Tensor) -> tuple[int, int, Tensor]:
 
 
 def _is_as_before(parameter: Tensor, look: tuple[int, int, Tensor]) -> bool:
-    place, version, bits = _look_of(parameter)
-    return (place, version) == look[:2] and bits.dtype == look[2].dtype and torch.equal(bits, look[2])
+    address, version, bits = _look_of(parameter)
+    address_before, version_before, bits_before = look
+    if address != address_before or version != version_before:
+        return False
+    return bits.dtype == bits_before.dtype and torch.equal(bits, bits_before)
 
 
 def free_memory() -> int:
     """Bytes that this process can still allocate, from Linux and from the limit of its control group, if it has one."""
     facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(facts["MemAvailable"].split()[0]) << 10
+    kibibytes, _ = facts["MemAvailable"].split()
+    free = int(kibibytes) << 10
     try:
-        limit, used = ((CONTROL_GROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        limit = (CONTROL_GROUP / "memory.max").read_text().strip()
+        used = (CONTROL_GROUP / "memory.current").read_text().strip()
     except OSError:
         return free
-    return free if limit == "max" else min(free, max(0, int(limit) - int(used)))
+    if limit == "max":
+        return free
+    left = max(0, int(limit) - int(used))
+    return min(free, left)

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from heavypath.kernels.layers.gated import silu_product
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Forward, Taps, TreeMask, as_logits, check_window
 from heavypath.speculative.models.functions import is_published, strange_parts
-from heavypath.speculative.models.joined import JoinedProducts, Joining, gated_by
 from heavypath.speculative.models.layer_weights import streamed, weights_of
-from heavypath.speculative.models.linear import Linears, Product, Products, as_it_lies, each_alone
+from heavypath.speculative.models.linear import Linears, Product, Products, as_it_lies, each_alone, is_silu
 from heavypath.speculative.models.native import Ends, native_pass
 from heavypath.speculative.models.structure import attentions_of, has_hooks
 from heavypath.speculative.names import load
@@ -50,19 +50,21 @@ class _LlamaLayer:
         attention = layer.self_attn
         mlp = layer.mlp
         self.parts = parts
-        self.projections = [parts.of(module) for module in (attention.q_proj, attention.k_proj, attention.v_proj)]
-        self.gates = [parts.of(module) for module in (mlp.gate_proj, mlp.up_proj)]
+        self.projections = [parts.of(attention.q_proj), parts.of(attention.k_proj), parts.of(attention.v_proj)]
+        self.gates = [parts.of(mlp.gate_proj), parts.of(mlp.up_proj)]
         self.mixing = attention.o_proj
         self.last = mlp.down_proj
         self.weights = weights_of(layer)
-        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        self.head_norms = None if None in norms else HeadNorms(*map(norm_of, norms))
+        self.head_norms: HeadNorms | None = None
+        if hasattr(attention, "q_norm"):  # as in Qwen3
+            self.head_norms = HeadNorms(norm_of(attention.q_norm), norm_of(attention.k_norm))
         self.scaling: float = attention.scaling
         self.head_dim: int = attention.head_dim
         windowed = attention.config if attention.config.model_type == "mistral" else attention
         self.window: int | None = getattr(windowed, "sliding_window", None)  # Llama has none
         self.activation = mlp.act_fn
-        self.norm, self.mlp_norm = map(norm_of, (layer.input_layernorm, layer.post_attention_layernorm))
+        self.norm = norm_of(layer.input_layernorm)
+        self.mlp_norm = norm_of(layer.post_attention_layernorm)
 
     @property
     def linears(self) -> list[nn.Module]:
@@ -79,7 +81,8 @@ class _LlamaLayer:
         self.gate_products = together(self.gates)
         self.gated = gated_by(self.activation, self.gate_products)
         parts = self.parts
-        self.mix, self.down = (parts.summed(layer, one(parts.of(layer))) for layer in (self.mixing, self.last))
+        self.mix = parts.summed(self.mixing, one(parts.of(self.mixing)))
+        self.down = parts.summed(self.last, one(parts.of(self.last)))
 
 
 def is_as_published(model: PreTrainedModel, parts: Parts) -> bool:
@@ -90,8 +93,10 @@ def is_as_published(model: PreTrainedModel, parts: Parts) -> bool:
     known and allowed.
     """
     kind = model.config.model_type
-    hooked = [module for module in model.modules() if has_hooks(module)] if kind in MODEL_TYPES else []
-    if kind not in MODEL_TYPES or not all(map(parts.knows_hook_of, hooked)):
+    if kind not in MODEL_TYPES:
+        return False
+    hooked = [module for module in model.modules() if has_hooks(module)]
+    if not all(map(parts.knows_hook_of, hooked)):
         return False
     try:
         inner: Any = model.model
@@ -104,9 +109,11 @@ def is_as_published(model: PreTrainedModel, parts: Parts) -> bool:
         return False
     home = f"transformers.models.{kind}.modeling_{kind}"
     embedding = inner.embed_tokens
-    is_plain = is_plain_embedding(embedding) or parts.knows_hook_of(embedding)  # of this rank's part, which is plain
-    own = is_plain and all(is_published(type(module), home) for module in passed_by)
-    return own and not strange_parts(model, attentions_of(model), hooks=False) and parts.are_usual(model)
+    if not is_plain_embedding(embedding) and not parts.knows_hook_of(embedding):  # of this rank's part, which is plain
+        return False
+    if not all(is_published(type(module), home) for module in passed_by):
+        return False
+    return not strange_parts(model, attentions_of(model), hooks=False) and parts.are_usual(model)
 
 
 class LlamaForward(Forward):
@@ -143,20 +150,31 @@ class LlamaForward(Forward):
     def _look_up(self) -> None:
         """Look up the layers' modules, and choose the compiled pass or the functions that multiply by their weights."""
         model: Any = self.model
-        self._layers = [_LlamaLayer(model.model.layers[index], self.parts) for index in self._indices]
+        layers = model.model.layers
+        self._layers = [_LlamaLayer(layers[index], self.parts) for index in self._indices]
         self._norm = norm_of(model.model.norm)
         # Streamed weights are multiplied where they are: no reordered copies.
-        copied = (local_of(weight) for _, weight in self.weights()) if self.stream is None else ()
-        linears = self._linears = Linears(self.name, copied)
+        copied = [] if self.stream is not None else [local_of(weight) for _, weight in self.weights()]
+        linears = Linears(self.name, copied)
+        self._linears = linears
         ends = Ends(model.get_input_embeddings().weight, self._norm, model.lm_head)
         self._native = native_pass(self._layers, [*model.parameters()], ends, linears, self.rope_limit)
-        joining = Joining(model)
-        one, apart = (linears.one, linears.together) if self._native is None else (as_it_lies, each_alone)
+        one: Callable[[nn.Module], Product] = as_it_lies
+        together: Callable[[Sequence[nn.Module]], Products] = each_alone
+        if self._native is None:  # else PyTorch runs only what the compiled pass does not take
+            joining = load("Joining")(model)
+
+            def joined_or_copied(modules: Sequence[nn.Module]) -> Products:
+                return joining.products(modules) or linears.together(modules)
+
+            one = linears.one
+            together = joined_or_copied
         for layer in self._layers:
-            layer.look_up(one, lambda modules: joining.products(modules) or apart(modules))
-        self._head = self.parts.joined(model.lm_head, one(self.parts.of(model.lm_head)))
+            layer.look_up(one, together)
+        head = one(self.parts.of(model.lm_head))
+        self._head = self.parts.joined(model.lm_head, head)
         self._embed = self.parts.embedded(self.embedding)
-        if self.stream is None and isinstance(self._layers[0].project, JoinedProducts):  # on a GPU
+        if self.stream is None and hasattr(self._layers[0].project, "gated"):  # joined, on a GPU
             load("request_ahead")(self._layers, self.device)
 
     def is_current(self) -> bool:
@@ -197,15 +215,18 @@ class LlamaForward(Forward):
         if self._native is not None and self._native.takes(tokens.numel()):
             return self._native(tokens, positions, cache_rows, cache, mask, needs_logits=needs_logits, taps=taps)
         attends = mask.attention(self.dtype, self.windows)
-        by_head = *tokens.shape, -1, self._head_dim
-        assert cache.rotary is not None
+        by_head = *tokens.shape, -1, self._head_dim  # [B, N, heads, D]
+        rotary = cache.rotary
+        assert rotary is not None
         if self.rope_limit is None:
-            turns = Turns.at(cache.rotary, positions)
+            turns = Turns.at(rotary, positions)
         else:  # the largest position decides, as in transformers
-            table = cache.rotary[(positions.amax(1, keepdim=True) >= self.rope_limit).long(), positions]
-            turns = Turns(*table[:, :, :, None].unbind(2))  # [B, N, 1, D]
+            is_long = positions.amax(1, keepdim=True) >= self.rope_limit
+            of_tokens = rotary[is_long.long(), positions]  # [B, N, 2, D]
+            cos, sin = of_tokens[:, :, :, None].unbind(2)
+            turns = Turns(cos, sin)  # [B, N, 1, D] each
 
-        hidden = self._embed(tokens.flatten())
+        hidden = self._embed(tokens.flatten())  # [B * N, H]
         computed = None
         states: dict[int, Tensor] = {}
         with self.exclusive_pass:
@@ -214,12 +235,14 @@ class LlamaForward(Forward):
                     hidden, normed = add_rms_norm(hidden, computed, layer.norm)
                     if taps is not None and index in taps.numbers:
                         states[index] = hidden
-                    projected = Projected(*[states.view(by_head) for states in layer.project(normed)])
+                    query, key, value = layer.project(normed)
+                    projected = Projected(query.view(by_head), key.view(by_head), value.view(by_head))
                     keys, values = cache.read(index)
-                    query = rotate_and_store(projected, turns, keys, values, cache_rows, layer.head_norms)
-                    mixed = attends[layer.window](query.transpose(1, 2), keys, values, layer.scaling)
-                    mixed = layer.mix(mixed.transpose(1, 2).reshape(len(hidden), -1))
-                    hidden, normed = add_rms_norm(hidden, mixed, layer.mlp_norm)
+                    rotated = rotate_and_store(projected, turns, keys, values, cache_rows, layer.head_norms)
+                    attend = attends[layer.window]
+                    mixed = attend(rotated.transpose(1, 2), keys, values, layer.scaling)  # [B, heads, N, D]
+                    mixed = mixed.transpose(1, 2).reshape(len(hidden), -1)
+                    hidden, normed = add_rms_norm(hidden, layer.mix(mixed), layer.mlp_norm)
                     computed = layer.down(layer.gated(normed))
         if not needs_logits and (taps is None or self.layers not in taps.numbers):
             last = hidden.new_empty(0)
@@ -238,9 +261,12 @@ class LlamaForward(Forward):
         With a rope_limit, [2, positions, 2, D]: those for short sequences, then those for long ones.
         """
         every = torch.arange(positions, device=self.device)
-        if self.rope_limit is not None:
-            longer = torch.arange(max(positions, self.rope_limit + 1), device=self.device)
-            return torch.stack([self._turns(every.clamp(max=self.rope_limit - 1)), self._turns(longer)[:positions]])
+        limit = self.rope_limit
+        if limit is not None:
+            longer = torch.arange(max(positions, limit + 1), device=self.device)
+            of_short = self._turns(every.clamp(max=limit - 1))
+            of_long = self._turns(longer)[:positions]
+            return torch.stack([of_short, of_long])
         if self.has_dynamic_rope:
             self._turns(every[:1])  # a short sequence resets the module's factors, which a longer one may have changed
             every = every.clamp(max=self.max_positions - 1)  # rows of absent nodes must not change them again
@@ -280,9 +306,26 @@ def turns_of(rotary_emb: Any, positions: Tensor, like: Tensor) -> Tensor:
 
     like: a tensor with the dtype and device of the result
     """
-    cos, sin = (turn[0] for turn in rotary_emb(like, positions[None]))
+    cos, sin = rotary_emb(like, positions[None])  # [1, N, D] each
     half = cos.shape[-1] // 2
-    return torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], -1)], 1)
+    signed = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
+    return torch.stack([cos[0], signed], 1)
+
+
+def gated_by(activation: nn.Module, products: Products) -> Product:
+    """A function from an MLP's input [R, H] to act(gate) * up, [R, F]; with SiLU in one launch where that is possible.
+
+    activation: the module act; products: a function from the input to the products with gate and up
+    """
+    if not is_silu(activation):
+
+        def act_and_multiply(hidden: Tensor) -> Tensor:
+            gate, up = products(hidden)
+            return activation(gate) * up
+
+        return act_and_multiply
+    at_once: Product | None = getattr(products, "gated", None)  # of `JoinedProducts`
+    return at_once or (lambda hidden: silu_product(*products(hidden)))
 
 
 def is_plain_embedding(module: nn.Module) -> bool:

@@ -18,8 +18,7 @@ from heavypath.kernels.native.products import TYPES, NormStruct, WeightStruct
 from heavypath.kernels.native.recording import Arguments, fields, launch
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Taps, TreeMask
-from heavypath.speculative.models.joined import is_silu
-from heavypath.speculative.models.linear import Linears, Packed, are_plain
+from heavypath.speculative.models.linear import Linears, Packed, are_plain, is_silu
 
 FEW_ROWS = 8  # with more rows, PyTorch's 16-bit products are faster
 

@@ -36,32 +36,34 @@ def gap(forward: Forward, model: nn.Module, prefix: int = 3, chain: int = 6) -> 
     count = chain + 2
     tokens = torch.randint(vocab_size, (2, prefix + count), generator=noise, device="cpu").to(device)
     before, nodes = tokens.split([prefix, count], 1)
-    lengths, depths, ends, paths = (  # a chain, then a second path of two nodes below its root, in later rows
-        torch.tensor(numbers, device=device)
-        for numbers in (
-            [prefix, prefix - 1],
-            [*range(chain), 1, 2],
-            [count, *[chain] * (chain - 1), count, count],
-            [[0, 1, 2], [0, chain, chain + 1]],
-        )
-    )
-    places = (lengths[:, None, None] + torch.arange(3, device=device)).expand(2, 2, 3)
-    texts = torch.cat([before, nodes[:, :3]], 1)[:, None].repeat(1, 2, 1).scatter_(2, places, nodes[:, paths])
-    expected = _last_logits(model, texts.flatten(0, 1)).unflatten(0, (2, 2))  # [2, 2, 4, V]
-    places = places[..., None] - (prefix - 1)
-    expected = expected.gather(2, places.expand(-1, -1, -1, expected.shape[-1]))
+    lengths = torch.tensor([prefix, prefix - 1], device=device)
+    # The tree is a chain, then a second path of two nodes below its root, in later rows.
+    depths = torch.tensor([*range(chain), 1, 2], device=device)
+    ends = torch.tensor([count, *[chain] * (chain - 1), count, count], device=device)
+    paths = torch.tensor([[0, 1, 2], [0, chain, chain + 1]], device=device)  # the nodes whose logits are compared
+
+    # The model's own logits: each path of each sequence, [2, 2, 3], as a plain sequence after its prefix.
+    positions = lengths[:, None, None] + torch.arange(3, device=device)
+    positions = positions.expand(2, 2, 3)
+    texts = torch.cat([before, nodes[:, :3]], 1)[:, None].repeat(1, 2, 1)
+    texts.scatter_(2, positions, nodes[:, paths])
+    last = _last_logits(model, texts.flatten(0, 1)).unflatten(0, (2, 2))  # [2, 2, 4, V]
+    among_last = positions[..., None] - (prefix - 1)
+    expected = last.gather(2, among_last.expand(-1, -1, -1, last.shape[-1]))  # [2, 2, 3, V]
     check_own_logits(forward, expected)
 
     cache = forward.new_cache(2, prefix + count)
     forward.prefill(before, cache)
     cache_rows = lengths[:, None] + torch.arange(count, device=device)
     mask = TreeMask(prefix_length=lengths, visible_rows=prefix + count, subtree_end=ends)
-    logits = forward(nodes, lengths[:, None] + depths, cache_rows, cache, mask)
+    logits = forward(nodes, lengths[:, None] + depths, cache_rows, cache, mask)  # [2, N, V]
     if logits.shape != (2, count, vocab_size):
         raise ValueError(f"expected logits {[2, count, vocab_size]} from its vocabulary, got {[*logits.shape]}")
-    distance = (logits[:, paths] - expected).square().mean(-1).sqrt()
+    distance = (logits[:, paths] - expected).square().mean(-1).sqrt()  # [2, 2, 3]
     found = float((distance / expected.std(-1)).max())
-    return found if forward.ranks is None else max(forward.ranks.exchange(found))  # all ranks decide alike
+    if forward.ranks is not None:  # all ranks decide alike
+        found = max(forward.ranks.exchange(found))
+    return found
 
 
 def lengths_to_try(forward: Any) -> list[int | None]:
@@ -92,9 +94,11 @@ def check_own_logits(forward: Forward, logits: Tensor) -> None:
 
 def _last_logits(model: nn.Module, texts: Tensor) -> Tensor:
     """A model's own logits [B, 4, V], fp32, after the last four tokens of sequences LongTensor[B, T]."""
-    base: Any = getattr(model, "get_base_model", lambda: model)()
-    few = {"logits_to_keep": 4} if "logits_to_keep" in signature(base.forward).parameters else {}
-    return model(input_ids=texts, use_cache=False, **few).logits[:, -4:].float()
+    base: Any = getattr(model, "get_base_model", lambda: model)()  # inside an adapter's wrapper
+    keeps_few = "logits_to_keep" in signature(base.forward).parameters
+    few = {"logits_to_keep": 4} if keeps_few else {}
+    logits = model(input_ids=texts, use_cache=False, **few).logits
+    return logits[:, -4:].float()
 
 
 def with_a_layer_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
@@ -113,12 +117,13 @@ def with_a_layer_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    modules = [
-        (name, type(module), *((key, value) for key, value in vars(module).items() if _is_setting(key, value)))
-        for name, module in layer.named_modules()
-    ]
-    weights = [(name, type(weight), weight.dtype, weight.shape) for name, weight in layer.named_parameters()]
-    return *modules, *weights
+    kind: list[Any] = []
+    for name, module in layer.named_modules():
+        settings = [(key, value) for key, value in vars(module).items() if _is_setting(key, value)]
+        kind.append((name, type(module), *settings))
+    for name, weight in layer.named_parameters():
+        kind.append((name, type(weight), weight.dtype, weight.shape))
+    return tuple(kind)
 
 
 def _is_setting(name: str, value: object) -> bool:

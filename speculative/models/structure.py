@@ -9,6 +9,7 @@ read. The values of weights are not part of it: forward passes read them when th
 Cached keys and values depend on the weights' values, too. `WeightValues` detects changes of those.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from heavypath.speculative.ranks.peers import local_of
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # attributes of PEFT's adapter layers
 _PLAIN = (bool, int, float, str, *FUNCTIONS)
 _CONTAINERS = {dict, OrderedDict, set, type(None)}  # most attributes of a module
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize
 SAMPLE = 64  # how many numbers of each weight are compared, to notice changes through `.data`
 _CAPTURES = "_output_capturing_hooks_installed"  # transformers sets it on a model that has the hooks of `_captures`
 _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
@@ -46,20 +48,25 @@ def structure_of(model: nn.Module) -> Structure:
     """The current structure of a model, to be compared with an earlier one."""
     modules = [*_modules(model)]
     configs = _configs_of(model, modules)
-    found: list[tuple[Any, ...]] = [tuple(hooks) for hooks in _GLOBAL_HOOKS]
-    found += functions_of({type(module) for module in modules}, _names_of_attention(configs))
-    found += [tuple(f"{name}={value}" for name, value in vars(config).items()) for config in configs]
+    types = {type(module) for module in modules}
+    function: list[tuple[Any, ...]] = [tuple(hooks) for hooks in _GLOBAL_HOOKS]
+    function += functions_of(types, _names_of_attention(configs))
+    for config in configs:
+        function.append(tuple(f"{name}={value}" for name, value in vars(config).items()))
     places: list[int] = []
     for module in modules:
         own = module.__dict__
-        weights = [weight for weight in own["_parameters"].values() if weight is not None]
-        places += [_place_of(weight) for weight in weights]
-        hooks = [key for key, hook in own["_forward_hooks"].items() if not _captures(hook)]
-        kinds = [(id(weight), type(weight), weight.dtype, weight.device) for weight in weights]
-        buffers = [(_place_of(one), type(one), one.dtype, one.device, version_of(one)) for one in _buffers(own)]
-        also = *hooks, *own["_forward_pre_hooks"], *kinds, *buffers
-        found.append((module, type(module), id(own.get("config")), *_settings(own), *also))
-    return Structure(found, places)
+        found = [module, type(module), id(own.get("config")), *_settings(own)]
+        found += [key for key, hook in own["_forward_hooks"].items() if not _captures(hook)]
+        found += own["_forward_pre_hooks"]
+        for weight in own["_parameters"].values():
+            if weight is not None:
+                found.append((id(weight), type(weight), weight.dtype, weight.device))
+                places.append(_place_of(weight))
+        for buffer in _buffers(own):
+            found.append((_place_of(buffer), type(buffer), buffer.dtype, buffer.device, version_of(buffer)))
+        function.append(tuple(found))
+    return Structure(function, places)
 
 
 def attentions_of(model: nn.Module, kind: type = PreTrainedConfig) -> set[str]:
@@ -67,7 +74,9 @@ def attentions_of(model: nn.Module, kind: type = PreTrainedConfig) -> set[str]:
 
     kind: only read configs of this class
     """
-    return _names_of_attention([each for each in _configs_of(model, [*_modules(model)]) if isinstance(each, kind)])
+    modules = [*_modules(model)]
+    configs = [config for config in _configs_of(model, modules) if isinstance(config, kind)]
+    return _names_of_attention(configs)
 
 
 class WeightValues:
@@ -88,18 +97,27 @@ class WeightValues:
 
     def state(self) -> int:
         """A number that differs after a weight has changed."""
-        brought = {id(own) for own in self._brought}
-        every = {id(weight): weight for own in self._owners for weight in own.values() if weight is not None}
-        there = {id(weight): weight for own in self._owners if id(own) not in brought for weight in own.values()}
+        brought = {id(owner) for owner in self._brought}
+        every: dict[int, Tensor] = {}
+        resident: dict[int, Tensor] = {}  # those that no stream loads
+        for owner in self._owners:
+            weights = {id(weight): weight for weight in owner.values() if weight is not None}
+            every |= weights
+            if id(owner) not in brought:
+                resident |= weights
         versions = sum(map(version_of, every.values()))
-        return hash((versions, *_contents([weight for weight in there.values() if weight is not None])))
+        return hash((versions, *_contents([*resident.values()])))
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether hooks or an instance's own `forward` change a call of the module. Hooks that load weights don't count."""
     own = module.__dict__
-    hooks = (own["_forward_hooks"], own["_forward_pre_hooks"], *_GLOBAL_HOOKS)
-    return "forward" in own or not all(is_own(hook) or _captures(hook) for each in hooks for hook in each.values())
+    if "forward" in own:
+        return True
+    for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"], *_GLOBAL_HOOKS):
+        if not all(is_own(hook) or _captures(hook) for hook in hooks.values()):
+            return True
+    return False
 
 
 def _captures(hook: object) -> bool:
@@ -122,12 +140,12 @@ def _modules(model: nn.Module) -> Iterator[nn.Module]:
 def _configs_of(model: nn.Module, modules: list[nn.Module]) -> list[PreTrainedConfig]:
     """The configs of a model and of its modules, each once."""
     config = getattr(model, "config", None)
-    text = [config.get_text_config(decoder=True)] if isinstance(config, PreTrainedConfig) else []
-    every = {id(each): each for each in (config, *text)}
-    for module in modules:
-        own = module.__dict__.get("config")
-        every[id(own)] = own
-    return [each for each in every.values() if isinstance(each, PreTrainedConfig)]
+    every = [config]
+    if isinstance(config, PreTrainedConfig):
+        every.append(config.get_text_config(decoder=True))
+    every += [module.__dict__.get("config") for module in modules]
+    unique = {id(each): each for each in every if isinstance(each, PreTrainedConfig)}
+    return [*unique.values()]
 
 
 def _names_of_attention(configs: list[PreTrainedConfig]) -> set[str]:
@@ -141,31 +159,43 @@ def _contents(weights: list[Tensor]) -> list[bytes]:
     for weight in weights:
         for part in _plain_parts(local_of(weight)):
             numbers = _sums(part) if part.is_inference() else _sample(part)
-            by_type.setdefault((part.device, numbers.dtype), []).append(numbers)
-    return [torch.cat(numbers).cpu().view(torch.uint8).numpy().tobytes() for numbers in by_type.values()]
+            kind = (part.device, numbers.dtype)
+            by_type.setdefault(kind, []).append(numbers)
+    contents = []
+    for several in by_type.values():
+        on_host = torch.cat(several).cpu()
+        contents.append(on_host.view(torch.uint8).numpy().tobytes())
+    return contents
 
 
 def _plain_parts(weight: Any) -> list[Tensor]:
     """The ordinary tensors that a weight consists of (several for torchao's); none if its class does not list them."""
     if type(weight) in (nn.Parameter, Tensor):
-        return [] if weight.is_meta or weight.numel() == 0 else [weight.detach()]
-    names, _ = weight.__tensor_flatten__() if hasattr(weight, "__tensor_flatten__") else ((), None)
+        is_empty = weight.is_meta or weight.numel() == 0
+        return [] if is_empty else [weight.detach()]
+    if not hasattr(weight, "__tensor_flatten__"):
+        return []
+    names, _ = weight.__tensor_flatten__()
     return [part for name in names for part in _plain_parts(getattr(weight, name))]
 
 
 def _sample(weight: Tensor) -> Tensor:
     """Up to `SAMPLE` numbers of a tensor, evenly spread over its memory."""
-    if weight.is_contiguous():
-        step = -(-weight.numel() // SAMPLE)
-        return weight.as_strided((-(-weight.numel() // step),), (step,))
-    return weight.flatten()[:: -(-weight.numel() // SAMPLE)]
+    step = math.ceil(weight.numel() / SAMPLE)
+    if not weight.is_contiguous():
+        return weight.flatten()[::step]
+    count = math.ceil(weight.numel() / step)
+    return weight.as_strided((count,), (step,))
 
 
 def _sums(weight: Tensor) -> Tensor:
     """The sums of a tensor's rows and columns, read as integers. A change of one number changes two of the sums."""
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.dtype.itemsize]
-    bits = weight.contiguous().view(whole).view(len(weight) if weight.dim() > 1 else 1, -1)
-    return torch.cat([bits.sum(0, dtype=torch.int32), bits.sum(1, dtype=torch.int32)])
+    integers = _INTEGERS[weight.dtype.itemsize]
+    rows = len(weight) if weight.dim() > 1 else 1
+    bits = weight.contiguous().view(integers).view(rows, -1)
+    of_columns = bits.sum(0, dtype=torch.int32)
+    of_rows = bits.sum(1, dtype=torch.int32)
+    return torch.cat([of_columns, of_rows])
 
 
 def _changes_by_itself(own: dict[str, Any]) -> bool:
@@ -181,7 +211,8 @@ def _settings(own: dict[str, Any]) -> Iterator[Any]:
     """
     if not _changes_by_itself(own):
         for name, value in own.items():
-            if type(value) not in _CONTAINERS and isinstance(value, _PLAIN) and name != _CAPTURES:
+            is_setting = type(value) not in _CONTAINERS and isinstance(value, _PLAIN)
+            if is_setting and name != _CAPTURES:
                 yield value
     yield from (str(own[name]) for name in _ADAPTERS if name in own)
 
@@ -194,7 +225,8 @@ def _buffers(own: dict[str, Any]) -> Iterator[Tensor]:
 def _place_of(tensor: Tensor) -> int:
     """An identity of a tensor: the address of its memory, or of the object where it has no plain memory."""
     tensor = local_of(tensor)
-    return tensor.data_ptr() if type(tensor) in (nn.Parameter, Tensor) else id(tensor)
+    is_plain = type(tensor) in (nn.Parameter, Tensor)
+    return tensor.data_ptr() if is_plain else id(tensor)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -51,6 +51,7 @@ PathAcceptance = Callable[[tuple[int, ...]], Sequence[float]]
 
 ROUNDING = 1e-6  # rows may sum to 1 plus this: they may be fp32
 _RISES = "greedy_tree needs acceptance that falls with the child index, got {}"
+TOO_DEEP = np.int32(2**30)  # stands for the depth of a split that is not the best
 TIE = 1e-13  # relative difference of yields that is taken for a rounding error
 
 
@@ -95,13 +96,16 @@ def _probabilities(tree: TokenTree, acceptance: Acceptance | PathAcceptance) -> 
             rank = int(ranks[node])
             if parent not in rows:
                 rows[parent] = _row_at(acceptance, paths[parent])
-            probability[node] = rows[parent][rank] if rank < len(rows[parent]) else 0
+            row = rows[parent]
+            probability[node] = row[rank] if rank < len(row) else 0
             paths.append((*paths[parent], rank))
     else:
         rates = Rates.of(acceptance)
+        levels, children = rates.matrix.shape
         level = (depths[1:] - 1) * rates.by_depth
-        known = (level < rates.matrix.shape[0]) & (ranks[1:] < rates.matrix.shape[1])
-        probability[1:] = np.where(known, rates.matrix[level * known, ranks[1:] * known], 0)
+        rank = ranks[1:]
+        known = (level < levels) & (rank < children)
+        probability[1:] = np.where(known, rates.matrix[level * known, rank * known], 0)
     above = np.maximum(parents, 0)
     while above.any():  # products over paths of 1, 2, 4, ... edges
         probability = probability * probability[above]
@@ -152,9 +156,11 @@ def sequoia_tree(
     """
     size, max_depth, max_branching = _checked_bounds(size, max_depth, max_branching)
     rates = Rates.of(acceptance).narrowed(max_branching)
-    if misfit := rates.misfit(size, max_depth):
+    misfit = rates.misfit(size, max_depth)
+    if misfit:
         raise ValueError(misfit)
-    rates, depth = rates.narrowed(max(1, size - 1)), rates.depth_bound(size, max_depth)
+    depth = rates.depth_bound(size, max_depth)
+    rates = rates.narrowed(max(1, size - 1))
     if not rates.by_depth:
         programme = _Programme(rates.matrix, size, bounded=False)
         if programme.depth[0, size] <= depth:
@@ -216,8 +222,9 @@ def select_tree(
             speedup = float(speedups[fastest])
             size = sizes[fastest]
             depth = edges
-        if (limit[sizes] / (costs + (edges + 1) * draft_cost)).max() <= speedup * (1 + TIE):
-            break  # no deeper tree yields more than the limit
+        best_deeper = limit[sizes] / (costs + (edges + 1) * draft_cost)  # no deeper tree yields more than the limit
+        if best_deeper.max() <= speedup * (1 + TIE):
+            break
     tree = planned(size, depth)
     tokens = expected_tokens(tree, acceptance)
     return Plan(tree, tokens, tokens / (verify_cost[size] + tree.depth * draft_cost))
@@ -259,7 +266,8 @@ class Rates:
         if given.ndim not in (1, 2) or given.size == 0:
             raise ValueError(f"acceptance must be [child] or [depth, child], not empty, got shape {[*given.shape]}")
         matrix = given.reshape(-1, given.shape[-1])
-        if not ((matrix >= 0) & (matrix <= 1)).all() or (matrix.sum(-1) > 1 + ROUNDING).any():
+        in_range = (matrix >= 0) & (matrix <= 1)
+        if not in_range.all() or (matrix.sum(-1) > 1 + ROUNDING).any():
             raise ValueError(f"acceptance must lie in [0, 1] with rows that sum to at most 1, got {matrix.tolist()}")
         return cls(matrix, given.ndim == 2)
 
@@ -278,8 +286,12 @@ class Rates:
 
     def depth_bound(self, size: int, max_depth: int | None) -> int:
         """The largest depth that a tree of `size` nodes can have, in edges."""
-        bounds = size - 1, max_depth, len(self.matrix) if self.by_depth else None
-        return min(bound for bound in bounds if bound is not None)
+        bound = size - 1
+        if max_depth is not None:
+            bound = min(bound, max_depth)
+        if self.by_depth:
+            bound = min(bound, len(self.matrix))
+        return bound
 
     def misfit(self, size: int, max_depth: int | None) -> str:
         """An error message if no tree of `size` nodes is possible, else ""."""
@@ -329,19 +341,22 @@ def _grown(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int | 
         if depths[node] == max_depth or len(parents) == size:
             return ()
         if not callable(acceptance):
-            return matrix[depths[node] if len(matrix) > 1 else 0]
-        path = []
+            level = depths[node] if len(matrix) > 1 else 0
+            return matrix[level]
+        upwards = []
         while node:
-            path.append(ranks[node])
+            upwards.append(ranks[node])
             node = parents[node]
-        row = _row_at(acceptance, tuple(reversed(path)))
+        path = tuple(reversed(upwards))
+        row = _row_at(acceptance, path)
         if any(later > earlier for earlier, later in pairwise(row)):
-            raise ValueError(_RISES.format(f"{row} at path {tuple(reversed(path))}"))
+            raise ValueError(_RISES.format(f"{row} at path {path}"))
         return row
 
     def offer(parent: int, rank: int) -> None:
-        if rank < len(rows[parent]):
-            probability = probabilities[parent] * rows[parent][rank]
+        row = rows[parent]
+        if rank < len(row):
+            probability = probabilities[parent] * row[rank]
             heapq.heappush(queue, (-probability, depths[parent] + 1, parent, rank))
 
     while queue and len(parents) < size:
@@ -371,8 +386,13 @@ class _Programme:
 
     def __init__(self, acceptance: np.ndarray, size: int, *, bounded: bool):
         rows, children = acceptance.shape
-        self._below = np.arange(1, rows + 1) if bounded else np.zeros(1, np.int64)  # the row of a node's children
-        self.worth = np.full((rows + 1 if bounded else 1, size + 1), -np.inf)
+        if bounded:
+            levels = rows + 1
+            self._below = np.arange(1, rows + 1)  # the row of a node's children
+        else:
+            levels = 1
+            self._below = np.zeros(1, np.int64)
+        self.worth = np.full((levels, size + 1), -np.inf)
         self.worth[:, 1] = 1
         self.depth = np.zeros(self.worth.shape, np.int32)
         # The terms of the maximum for each row and rank: a[j] F(s) is in column s, and G_{j+1}(m) in column -1 - m. So
@@ -382,28 +402,35 @@ class _Programme:
         self._forest[..., -1] = 0
         self._child_depth = np.zeros((rows, 1, size), np.int32)
         self._forest_depth = np.zeros(self._forest.shape, np.int32)
+        every = slice(None)
         for nodes in range(1, size):
-            worth = self.worth[self._below, nodes, None]
-            self._child[..., nodes] = np.where(worth > 0, acceptance * np.maximum(worth, 0), -np.inf)
+            worth = self.worth[self._below, nodes, None]  # [R, 1], F of a child's subtree
+            accepted = acceptance * np.maximum(worth, 0)  # [R, J]
+            self._child[..., nodes] = np.where(worth > 0, accepted, -np.inf)
             self._child_depth[:, 0, nodes] = self.depth[self._below, nodes] + 1
-            most, depths = self._splits(slice(None), slice(None), nodes)
-            self._forest[:, :-1, -1 - nodes] = most
-            self._forest_depth[:, :-1, -1 - nodes] = depths.min(-1)
-            self.worth[:rows, nodes + 1] = 1 + self._forest[:, 0, -1 - nodes]
-            self.depth[:rows, nodes + 1] = self._forest_depth[:, 0, -1 - nodes]
+            most, depths = self._splits(every, every, nodes)
+            least_depth = depths.min(-1)
+            column = -1 - nodes
+            self._forest[:, :-1, column] = most
+            self._forest_depth[:, :-1, column] = least_depth
+            self.worth[:rows, nodes + 1] = 1 + most[:, 0]
+            self.depth[:rows, nodes + 1] = least_depth[:, 0]
 
     def _splits(self, row: int | slice, rank: int | slice, nodes: int) -> tuple[np.ndarray, np.ndarray]:
         """G(nodes), and for each split into s and nodes - s nodes the depth of the resulting forest, [..., s - 1].
 
         The depth is a huge number for splits that do not reach the maximum.
         """
-        later = self._forest[:, 1:]
-        later_depth = self._forest_depth[:, 1:]
+        of_child = slice(1, nodes + 1)  # s = 1 .. nodes
+        of_later = slice(-nodes, None)  # nodes - s, in the same order
         child_depth = np.broadcast_to(self._child_depth, self._child.shape)
-        worth = self._child[row, rank, 1 : nodes + 1] + later[row, rank, -nodes:]
+        later_worth = self._forest[:, 1:]
+        later_depth = self._forest_depth[:, 1:]
+        worth = self._child[row, rank, of_child] + later_worth[row, rank, of_later]
+        depths = np.maximum(child_depth[row, rank, of_child], later_depth[row, rank, of_later])
         most = worth.max(-1)
-        depths = np.maximum(child_depth[row, rank, 1 : nodes + 1], later_depth[row, rank, -nodes:])
-        return most, np.where(worth >= most[..., None] * (1 - TIE), depths, np.int32(2**30))
+        is_best = worth >= most[..., None] * (1 - TIE)
+        return most, np.where(is_best, depths, TOO_DEEP)
 
     def tree(self, size: int) -> TokenTree:
         """A best tree of `size` nodes, in heavy-path order."""
@@ -414,12 +441,14 @@ class _Programme:
             node, row, rank, nodes = waiting.pop()
             if nodes == 0:
                 continue
-            depths = self._splits(row, rank, nodes)[1]
-            child_nodes = 1 + int((depths == depths.min()).nonzero()[0].max())
+            _, depths = self._splits(row, rank, nodes)
+            (shallowest,) = (depths == depths.min()).nonzero()
+            child_nodes = 1 + int(shallowest.max())
+            child = len(parents)
             parents.append(node)
             ranks.append(rank)
             waiting.append((node, row, rank + 1, nodes - child_nodes))
-            waiting.append((len(parents) - 1, int(self._below[row]), 0, child_nodes - 1))
+            waiting.append((child, int(self._below[row]), 0, child_nodes - 1))
         return TokenTree(parents, ranks).renumbered("heavy_path")[0]
 
 
@@ -440,9 +469,10 @@ def _by_queue(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int
     """The best trees by `greedy_tree`, for acceptance that never rises with the child index."""
 
     def most_tokens(depth: int) -> np.ndarray:
-        tokens = np.full(size + 1, -np.inf)
         probabilities = _grown(acceptance, size, depth).probabilities
-        tokens[1 : len(probabilities) + 1] = np.cumsum(probabilities)
+        possible = len(probabilities)
+        tokens = np.full(size + 1, -np.inf)
+        tokens[1 : possible + 1] = np.cumsum(probabilities)
         return tokens
 
     deepest = max(_grown(acceptance, size, max_depth).depths)
@@ -458,7 +488,8 @@ def _by_programme(acceptance: Acceptance, size: int, max_depth: int | None) -> _
         def most_tokens(depth: int) -> np.ndarray:
             return _Programme(rates.rows(depth), size, bounded=True).worth[0]
     else:
-        deepest = min(deepest, int(_Programme(rates.matrix, size, bounded=False).depth.max()))
+        unbounded = _Programme(rates.matrix, size, bounded=False)
+        deepest = min(deepest, int(unbounded.depth.max()))
         table = _Programme(rates.rows(deepest), size, bounded=True).worth
 
         def most_tokens(depth: int) -> np.ndarray:

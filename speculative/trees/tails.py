@@ -32,13 +32,18 @@ def with_tail(acceptance: Sequence[float] | np.ndarray, children: int = CHILDREN
     """
     given = np.asarray(acceptance, np.float64)
     counted = len(given)
-    rejected = np.maximum(1 - np.concatenate([[0], given.cumsum()]), 0)  # r[0 .. K]
-    if children <= counted or rejected[-1] <= 0:
-        return np.concatenate([given, np.zeros(max(0, children - counted))])
+    accepted = np.concatenate([[0], given.cumsum()])
+    rejected = np.maximum(1 - accepted, 0)  # r[0 .. K]
+    last = rejected[-1]
+    if children <= counted or last <= 0:
+        none = np.zeros(max(0, children - counted))
+        return np.concatenate([given, none])
     half = counted // 2
-    power = np.log(rejected[half] / rejected[-1]) / np.log((counted + 1) / (half + 1))
-    curve = rejected[-1] * ((counted + 1) / np.arange(counted + 1, children + 2)) ** power  # r[K .. children]
-    return np.concatenate([given, np.minimum(curve[:-1] - curve[1:], given[-1])])
+    power = np.log(rejected[half] / last) / np.log((counted + 1) / (half + 1))  # b
+    further = np.arange(counted + 1, children + 2)  # k + 1 for k = K .. children
+    curve = last * ((counted + 1) / further) ** power  # r[K .. children]
+    falls = curve[:-1] - curve[1:]
+    return np.concatenate([given, np.minimum(falls, given[-1])])
 
 
 def of_any_pair(children: int = CHILDREN, depth: int = DEPTH) -> np.ndarray:
@@ -81,8 +86,10 @@ class Usual(NamedTuple):
 
         Later children share the first child's misses in the same proportions as those of the shipped pair.
         """
-        later = self.later * with_tail(DEFAULT_ACCEPTANCE, children)[1:] / (1 - DEFAULT_ACCEPTANCE[0])
-        misses = (1 - self.first) * self.harder ** np.arange(depth)[:, None]
+        shipped = with_tail(DEFAULT_ACCEPTANCE, children)
+        later = self.later * shipped[1:] / (1 - DEFAULT_ACCEPTANCE[0])  # [child - 1], as shares of the misses
+        level = np.arange(depth)[:, None]
+        misses = (1 - self.first) * self.harder**level  # [depth, 1]
         return np.concatenate([1 - misses, misses * later], axis=1)
 
 

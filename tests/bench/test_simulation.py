@@ -11,7 +11,7 @@ from families import tiny
 from profile_cases import greedy_counts, profile_of
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.costs.roofline import Work
+from heavypath.speculative.costs.estimates import Work
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.trees.planning import expected_tokens, greedy_tree, sequoia_tree

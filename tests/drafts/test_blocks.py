@@ -16,9 +16,9 @@ from heavypath.speculative import (
     goodness_of_fit,
     joint_law,
 )
-from heavypath.speculative.costs.estimates import host_costs
+from heavypath.speculative.costs.estimates import Work, host_costs
 from heavypath.speculative.costs.gpu_step import LEVEL_NODES, estimated_costs
-from heavypath.speculative.costs.roofline import Device, Work
+from heavypath.speculative.costs.roofline import Device
 from heavypath.speculative.drafts.blocks.draft import BlockHeadDraft
 from heavypath.speculative.drafts.kinds import as_draft, draft_parameter_count
 from heavypath.speculative.models.forward_of import forward_of
@@ -97,8 +97,8 @@ def test_the_pass_is_a_cost_of_the_step_and_a_level_has_that_of_the_term(variant
     device, sizes = Device(4e12, 8e14, 6e13), (1, 2, 16)
     costs, without = (estimated_costs(forward, drafting, device, sizes=sizes) for drafting in ([draft], []))
     more = [costs.step[size] - without.step[size] for size in sizes]
-    assert more == pytest.approx([0, *2 * [once.seconds(LEVEL_NODES, device)]])
-    assert costs.level - without.level == pytest.approx(level.seconds(LEVEL_NODES, device))
+    assert more == pytest.approx([0, *2 * [device.pass_seconds(once, LEVEL_NODES)]])
+    assert costs.level - without.level == pytest.approx(device.pass_seconds(level, LEVEL_NODES))
     host, without = (host_costs(forward, drafting, 1, sizes) for drafting in ([draft], []))
     more = [host.step[size] - without.step[size] for size in sizes]
     assert more[0] == 0 < more[1] == pytest.approx(more[2])

@@ -8,8 +8,9 @@ from rounding import SMALL_MODEL
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, MedusaHeads, SpeculativeDecoder, TokenTree, calibrate, read_trace
+from heavypath.speculative.costs.estimates import Work
 from heavypath.speculative.costs.gpu_step import estimated_costs
-from heavypath.speculative.costs.roofline import Device, Work
+from heavypath.speculative.costs.roofline import Device
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count
 from heavypath.speculative.drafts.medusa.heads import MedusaConfig
 from heavypath.speculative.models.forward_of import forward_of

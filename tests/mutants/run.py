@@ -115,7 +115,7 @@ EQUIVALENT = {  # mutants by file, function and what their line becomes, and why
     ): "a second word is loaded, of which no bit is taken",
     (
         "speculative/decoding/sequences.py", "Sequences.begin",
-        "self.seen[:batch].scatter_(1, prompt.where(place < ends, root[:, None]), True)",
+        "seen = prompt.where(column < last, root[:, None])",
     ): "the token at the end is the root",
     (
         "kernels/verifying/decision.py", "decide",

@@ -8,8 +8,9 @@ from tiny_models import tiny_llama
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, load_demo_pair
+from heavypath.speculative.costs.estimates import Work
 from heavypath.speculative.costs.gpu_step import SIZES, attention_to, estimated_costs
-from heavypath.speculative.costs.roofline import Device, Work
+from heavypath.speculative.costs.roofline import Device
 from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.models.forward_of import forward_of
@@ -35,9 +36,9 @@ def test_a_pass_takes_the_time_of_its_weights_until_the_products_take_longer(h10
     llama = Work(weight_bytes=2 * 6_600_000_000, weights=6_600_000_000, layers=32, itemsize=2)
     reading = 13.2e9 / (0.85 * h100.bandwidth)  # 4.6 ms
     small = 32 * 6 * 2e-6
-    assert llama.seconds(1, h100) == pytest.approx(reading + small, rel=1e-3)
-    assert llama.seconds(4096, h100) == pytest.approx(2 * 4096 * 6.6e9 / (0.6 * h100.tensor_peak), rel=0.01)
-    times = [llama.seconds(tokens, h100) for tokens in (1, 32, 64, 128, 256)]
+    assert h100.pass_seconds(llama, 1) == pytest.approx(reading + small, rel=1e-3)
+    assert h100.pass_seconds(llama, 4096) == pytest.approx(2 * 4096 * 6.6e9 / (0.6 * h100.tensor_peak), rel=0.01)
+    times = [h100.pass_seconds(llama, tokens) for tokens in (1, 32, 64, 128, 256)]
     assert times == sorted(times)
 
 
@@ -53,7 +54,7 @@ def test_the_work_of_a_pass_is_that_of_its_layers_and_of_no_embedding_that_is_lo
 def test_a_pass_reads_the_experts_that_its_tokens_choose_and_the_states_once(h100):
     """Of Qwen3-Next's 512 experts 10 for one token, 75 for 8, 367 for 64; a state is read twice and written once."""
     moe = Work(512 * 10**9, 512, 0, 2, expert_bytes=512 * 10**9, expert_weights=512, chosen=10 / 512)
-    read = [moe.seconds(tokens, h100) * 0.85 * h100.bandwidth / 10**9 for tokens in (1, 8, 64)]
+    read = [h100.pass_seconds(moe, tokens) * 0.85 * h100.bandwidth / 10**9 for tokens in (1, 8, 64)]
     assert read == pytest.approx([10, 75, 367], rel=0.01)
     model = recurrent("qwen3_next")
     forward = forward_of(model, "target")
@@ -71,7 +72,7 @@ def test_the_default_tree_of_a_mixture_of_experts_is_small(h100):
     """Of 80 billion weights, of which 77 are those of 512 experts; a token goes through 10."""
     dense = Work(160 * 10**9, 80 * 10**9, 48, 2)
     sparse = dense._replace(expert_bytes=154 * 10**9, expert_weights=77 * 10**9, chosen=10 / 512)
-    costs = [Costs({size: work.seconds(size, h100) for size in SIZES}, 0.3e-3) for work in (dense, sparse)]
+    costs = [Costs({size: h100.pass_seconds(work, size) for size in SIZES}, 0.3e-3) for work in (dense, sparse)]
     for method in ("sequoia", "dyspec", "rsd-s", "specinfer"):
         large, small = (len(default_tree(method, each)) for each in costs)
         assert small < large / 2, method

@@ -34,8 +34,7 @@ from transformers import AutoModelForCausalLM
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder
 from heavypath.speculative.cli.generate import summary
-from heavypath.speculative.costs.estimates import host_costs, pass_seconds
-from heavypath.speculative.costs.roofline import Work
+from heavypath.speculative.costs.estimates import Work, host_costs, pass_seconds
 from heavypath.speculative.costs.streamed import streamed_bytes, streamed_costs
 from heavypath.speculative.loading import load_pair
 from heavypath.speculative.models.layer_weights import StreamCounts, stream_of

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from heavypath.kernels.layers.rms_norm import Norm
 from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store
 from heavypath.speculative.models.forward import Attend
-from heavypath.speculative.models.joined import gated_by
 from heavypath.speculative.models.linear import Product, Products
-from heavypath.speculative.models.llama import norm_of
+from heavypath.speculative.models.llama import gated_by, norm_of
 
 
 class LayerFunctions:

@@ -30,10 +30,10 @@ from heavypath.kernels.recurrent.totals import GateWeights
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Attend, Taps, TreeMask, as_logits
 from heavypath.speculative.models.functions import is_published, strange_parts
-from heavypath.speculative.models.joined import Joining, gated_by
+from heavypath.speculative.models.joined import Joining
 from heavypath.speculative.models.layer_weights import stream_of
 from heavypath.speculative.models.linear import Linears, Product, Products
-from heavypath.speculative.models.llama import is_plain_embedding, norm_of
+from heavypath.speculative.models.llama import gated_by, is_plain_embedding, norm_of
 from heavypath.speculative.models.recurrent.cache import HybridCache
 from heavypath.speculative.models.recurrent.forward import RecurrentForward
 from heavypath.speculative.models.structure import attentions_of, has_hooks
