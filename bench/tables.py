@@ -448,7 +448,7 @@ def offloading() -> None:
 
 def part(source: str, *rules: str) -> None:
     """The fields and rows of a part of research/papers.py that research/book.py shows, and verdicts on it."""
-    own = _book()
+    own = book()
     heads = ["ahead by" if field == "first over it" else field for field in own.SHOWN[source][0]]
     table(heads, own.result_rows(source, results("papers")[source]))
     cog.outl()
@@ -457,7 +457,7 @@ def part(source: str, *rules: str) -> None:
 
 def verdicts(source: str, *rules: str) -> None:
     """The command of a part, and whether results show what a paper claims, by rules of research/verdicts.py."""
-    own, found = _book(), results("papers")[source]
+    own, found = book(), results("papers")[source]
     number, said = found["prompts"], [own.judged(found, rule) for rule in rules]
     words = code(found["command"].removeprefix("python bench/research/papers.py "))
     words += "" if number == PROMPTS else f", {number} prompt{'s' * (number > 1)}"
@@ -468,7 +468,7 @@ def verdicts(source: str, *rules: str) -> None:
 
 def ahead(*parts: str) -> None:
     """RSD's experiments by group: the best of its families over the best of the others; decoded ones are not judged."""
-    own, rows = _book(), []
+    own, rows = book(), []
     for source in parts:
         found = results("papers")[source]
         exact = all("contexts" in row for row in found["rows"])
@@ -480,7 +480,7 @@ def ahead(*parts: str) -> None:
     table(["part", "RSD's best less the best of the others", "verdict"], rows)
 
 
-def _book() -> Any:
+def book() -> Any:
     if str(BENCH / "research") not in sys.path:
         sys.path.append(str(BENCH / "research"))
     return importlib.import_module("book")

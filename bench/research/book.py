@@ -91,7 +91,8 @@ SHOWN: dict[str, tuple[Sequence[str], Callable[[Found], bool]]] = {  # of a part
     "dyspec-64": (("temperature", "method", "tokens", "behind"), every),
     "dyspec-768": (("temperature", "method", "tokens", "behind"), lambda row: row["method"] != "specinfer"),
     "ersd-growth": (
-        ("rule", "tree", "expected", "tokens"), lambda row: row["nodes"] == 64 and row["tree"] != "1,1,3,1..",
+        ("rule", "tree", "expected", "tokens", "first over it"),
+        lambda row: row["nodes"] == 64 and row["tree"] != "1,1,3,1..",
     ),
     "ersd-marginals": (("rule", "nodes", "brings", "bound"), sized(8, 512)),
     "ersd-bounds": (("nodes", "best tree", "v = 1", "least v", "theorem 4.1"), sized(16, 256, 4096)),

@@ -53,7 +53,7 @@ def phases(setting: Setting) -> Row:
     rows = []
     for size in (8,) if setting.small else (64, 768):
         options = {"tree_size": size, "max_depth": 12, "width": min(WIDE, size - 1), "confidence": "draft"}
-        seconds = setting.decode("dyspec", prompts=1, tokens=48, **options).stats.seconds
+        seconds = setting.decode("dyspec", prompts=1, tokens=48, **options).seconds
         whole = sum(value for name, value in seconds.items() if name != "prefill")
         names = {"draft": "draft", "sampling": "construction", "target": "target", "verification": "verification"}
         row = {shown: round(seconds.get(name, 0.0) / whole, 4) for name, shown in names.items()}

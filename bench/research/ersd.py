@@ -12,7 +12,7 @@ from bounds import tree_bounds
 from papers_setting import Row, Setting
 from races import entropy_bounds, matching, overlap, race_acceptance, race_index_entropy
 from rejection import rounds_rejection
-from sequoia import falling, planning_vector
+from sequoia import compared, falling, planning_vector
 from torch import Tensor
 
 from heavypath.speculative import TokenTree, expected_tokens, greedy_tree
@@ -66,15 +66,18 @@ def shapes(vector: Sequence[float], size: int) -> dict[str, TokenTree]:
 
 
 def growth(setting: Setting) -> Row:
-    """Figure 3: expected and decoded tokens by shape and by rule, with 8 to 64 nodes."""
+    """Figure 3: tokens by vectors and exact ones, by shape and by rule, and what the best tree has over the others."""
     laws = {"GSD": planning_vector(setting, 0.6), "ERSD": falling(places(setting, 0.6))}
     rows = []
-    for size in (4, 8) if setting.small else (8, 16, 32, 64):
+    for size in (4, 8) if setting.small else (8, 64):
         for rule, vector in laws.items():
-            for name, tree in shapes(vector, size).items():
-                found = setting.decode("sequoia" if rule == "GSD" else "ersd", tree=tree, tokens=48)
-                row = {"nodes": size, "rule": rule, "tree": name, "expected": round(expected_tokens(tree, vector), 4)}
-                rows.append(row | found.row)
+            ways = {
+                name: ("sequoia" if rule == "GSD" else "ersd", {"tree": tree})
+                for name, tree in reversed(shapes(vector, size).items())  # the best one first
+            }
+            for row in compared(setting, ways, contexts=4):
+                vectors = round(expected_tokens(ways[row["way"]][1]["tree"], vector), 4)
+                rows.append(row | {"nodes": size, "rule": rule, "tree": row["way"], "expected": vectors})
     return {"rows": rows}
 
 

@@ -10,6 +10,8 @@ the target adds. What is left to chance are the context and the tree's own token
     with_replacement      SpecInfer's algorithm: the same with q = Q
     k_seq                 SpecTr's: accept with min(1, P(x) / (g Q(x)))
     target_sample         the target's own token is drafted
+    race                  ERSD's: the target's race has the draft's clocks. Exact but for the children's arrival times,
+                          which are drawn 16 times
 
 Equal siblings of independent draws are followed together, as in decoding: the children of all of them are candidates.
 This file shares no code with the kernels.
@@ -89,6 +91,21 @@ def target_sample(target: Row, draft: Row, tokens: Sequence[int]) -> list[float]
     return [0.0 if token in tokens[:place] else float(target[token]) for place, token in enumerate(tokens)]
 
 
+def race(target: Row, draft: Row, tokens: Sequence[int], races: int = 16) -> list[float]:
+    """The same where token i arrives at E_i / Q_i in the draft's race, and at E_i / P_i in the target's.
+
+    Given the children's times, the clock of another token has passed Q_i T_K, with T_K the last child's time. So a
+    child that is the target's first at s is the first of all tokens with exp(-sum max(0, P_i s - Q_i T_K)).
+    """
+    undrawn = np.maximum(1 - np.append(0, draft[tokens][:-1].cumsum()), 1e-12)
+    times = (np.random.default_rng([*tokens]).exponential(size=(races, len(tokens))) / undrawn).cumsum(1)
+    own = np.where(draft[tokens] > 0, draft[tokens] * times, np.inf) / np.maximum(target[tokens], 1e-300)
+    others, found = np.delete(np.arange(len(draft)), tokens), np.zeros(len(tokens))
+    for child, first, last in zip(own.argmin(1), own.min(1), times[:, -1], strict=True):
+        found[child] += np.exp(-np.maximum(target * min(first, 1e300) - draft * last, 0)[others].sum()) / races
+    return found.tolist()
+
+
 RULES: dict[str, Rule] = {
     "chain": without_replacement,
     "sequoia": without_replacement,
@@ -99,6 +116,7 @@ RULES: dict[str, Rule] = {
     "spectr": k_seq,
     "top-k": target_sample,
     "naive": target_sample,
+    "ersd": race,
 }
 
 
@@ -194,7 +212,7 @@ class ExactSteps:
     ) -> float:
         """The expected tokens of one sequence's step; at temperature 0 they are certain."""
         if filters.temperature == 0:
-            likeliest = np.eye(target.shape[-1])[target.argmax(-1).numpy()]
+            likeliest = torch.nn.functional.one_hot(target.argmax(-1), target.shape[-1]).double().numpy()
             return tree.expected_tokens(target_sample, likeliest, likeliest)
         probs = filtered_logprobs(target, filters).exp().double().numpy()
         if drafts is None or self.rule is target_sample:

@@ -1,6 +1,7 @@
-"""The papers' own comparisons on the shipped pair, for docs/papers.md.
+"""The papers' own comparisons on the shipped pair, and some on larger ones, for docs/papers.md.
 
     python bench/research/papers.py PART ... [--json bench/results/papers-cpu.json]
+    python bench/research/papers.py PART ... --pair gemma [--json bench/results/papers-gemma-cpu.json]
     python bench/research/papers.py --results bench/results/papers-cpu.json --plot docs/images
 
 A part repeats a figure, a table or a claim of a paper: see PARTS in sequoia.py, dyspec.py, ersd.py, rsd.py, llamas.py,
@@ -31,7 +32,8 @@ import sequoia
 import survey
 from common import argument_parser, environment, made, options_of, processor, quiet_demo_pair, show, written
 from papers_figure import draw
-from papers_setting import Setting
+from papers_setting import WRITTEN, Setting
+from real.pairs import PAIRS, RECORDED, real_pair
 
 from heavypath.speculative.demo import demo_prompts
 
@@ -44,6 +46,7 @@ PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argument_parser(__doc__, plot="a folder for the figures of --results (needs matplotlib)")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
+    parser.add_argument("--pair", choices=PAIRS, help="see bench/real/pairs.py; default: the shipped pair")
     parser.add_argument("--prompts", type=int, help="at least 2; default: all")
     parser.add_argument("--tokens", type=int, help="the most that a part decodes after each prompt")
     parser.add_argument("--contexts", type=int, help="the most that a part evaluates trees at in each recorded text")
@@ -66,10 +69,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(names: Sequence[str], arguments: Namespace) -> None:
     """Run parts; each takes its place in the file of results as soon as it is done."""
-    limits = {"prompts": arguments.prompts, "tokens": arguments.tokens, "contexts": arguments.contexts}
+    limits = {name: getattr(arguments, name) for name in ("pair", "prompts", "tokens", "contexts")}
+    real = arguments.pair is not None
+    pair, prompts = real_pair(arguments.pair) if real else (quiet_demo_pair(), demo_prompts())
     setting = Setting(
-        quiet_demo_pair(), demo_prompts()[: arguments.prompts], small=arguments.miniature, seed=arguments.seed,
-        tokens=arguments.tokens, contexts=arguments.contexts,
+        pair, prompts[: arguments.prompts], small=arguments.miniature, seed=arguments.seed,
+        tokens=arguments.tokens, contexts=arguments.contexts, written=RECORDED if real else WRITTEN,
     )  # fmt: skip
     options = "".join(f" --{name} {value}" for name, value in limits.items() if value is not None)
     for name in names:
@@ -82,7 +87,11 @@ def run(names: Sequence[str], arguments: Namespace) -> None:
         }  # fmt: skip
         show(found["rows"], title=f"{name}, {facts['seconds']:.0f} s of the processor")
         if arguments.json is not None:
-            made(arguments.json).write_text(written(before(arguments.json) | {name: facts | found}))
+            known = before(arguments.json) | {name: facts | found}
+            if real:  # the shipped pair's prompts are in the package
+                setting.recorded["prompts"] = [prompt[0].tolist() for prompt in setting.texts.prompts]
+                known["contexts"] = known.get("contexts", {}) | setting.recorded
+            made(arguments.json).write_text(written(known))
 
 
 def before(path: Path) -> dict[str, Any]:

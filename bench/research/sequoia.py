@@ -14,7 +14,7 @@ import torch
 from batches import jackknife
 from bounds import tree_bounds
 from llamas import ON_DEVICE, machine_of
-from papers_setting import Row, Setting
+from papers_setting import Row, Setting, mean_and_error
 from published import APPENDIX_E, LEVEL, TABLE_1, time_of
 from rejection import power_law, rounds_rejection
 from simulation.formulas import Setting as Machine
@@ -28,7 +28,7 @@ from heavypath.speculative.drafts.retrieval import Retrieval
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
 from heavypath.speculative.trees.acceptance import chain_acceptance
 
-CHILDREN, DRAWS = 64, 8
+CHILDREN = 64
 SIZES = [2**power for power in range(10)]  # of trees
 
 
@@ -38,9 +38,9 @@ def vectors(setting: Setting, temperature: float, top_p: float | None = None) ->
     found: dict[str, list[Tensor]] = {"sequoia": [], "specinfer": [], "top-k": []}
     for number, (target, draft) in enumerate(setting.laws(temperature, top_p)):
         total, rows = torch.zeros(CHILDREN, dtype=torch.float64), torch.arange(len(target)) + number * len(target)
-        for draw in range(2 if setting.small else DRAWS):
+        for draw in range(setting.draws):
             drawn = gumbel_topk(draft.log().float(), CHILDREN, seed=setting.seed + 1 + draw, rows=rows).tokens
-            total += chain_acceptance(target, draft, drawn).mean(0) / (2 if setting.small else DRAWS)
+            total += chain_acceptance(target, draft, drawn).mean(0) / setting.draws
         found["sequoia"].append(total)
         rates = torch.cat([target.new_ones(len(target), 1), rounds_rejection(target, draft, CHILDREN)], 1).mean(0)
         found["specinfer"].append(-rates.diff())
@@ -135,7 +135,7 @@ def planned(setting: Setting) -> Row:
 def scaling(setting: Setting) -> Row:
     """Figure 4, left: the best tree and the best sequences, both by Sequoia's sampling and rule, to 512 nodes."""
     vector, rows = planning_vector(setting, 0.6), []
-    for size in (4, 8) if setting.small else (8, 32, 128, 512):
+    for size in (4, 8) if setting.small else setting.sizes:
         trees = {"best": greedy_tree(vector, size), "sequences": sequences(vector, size)}
         ways = {name: ("sequoia", {"tree": tree}) for name, tree in trees.items()}
         found = compared(setting, ways, contexts=8 if size < 512 else 2)
@@ -162,18 +162,23 @@ def pairs(setting: Setting) -> Row:
 def shapes(setting: Setting, temperature: float) -> Row:
     """Tables 5 and 6: SpecInfer's width and depth, at most 128 tokens, and 5 x 8; speed-ups by table 1's constants.
 
-    tree: the speed-up of the tree that they choose, by its expected tokens
+    tree: the nodes, levels and speed-up of the tree that they choose, which is evaluated after the same contexts
     """
     powers = (1, 2) if setting.small else (1, 2, 4, 8, 16, 32, 64, 128)
     grid, rows = [*((width, depth) for width in powers for depth in powers if width * depth <= 128), (5, 8)], []
-    for width, depth in grid:
-        tree = TokenTree.independent(width, depth)
-        row = setting.decode("specinfer", temperature=temperature, tokens=48, tree=tree).row
-        cost = time_of(len(tree)) + depth * LEVEL
-        speedup = [round(row[name] / cost, 4) for name in ("tokens", "error")]
-        rows.append({"width": width, "depth": depth, **row, "speedup": speedup})
     plan = select_tree(planning_vector(setting, temperature), {size: time_of(size) for size in SIZES[:8]}, LEVEL)
-    return {"tree": round(plan.speedup, 4), "rows": rows}
+
+    def sped_up(method: str, tree: TokenTree) -> tuple[Row, Tensor]:
+        found = setting.evaluate(method, temperature=temperature, contexts=4, tree=tree)
+        return found.row, found.tokens / (time_of(len(tree)) + tree.depth * LEVEL)
+
+    _, chosen = sped_up("sequoia", plan.tree)
+    for width, depth in grid:
+        row, own = sped_up("specinfer", TokenTree.independent(width, depth))
+        row |= {"speedup": mean_and_error(own), "behind the tree": mean_and_error(chosen - own)}
+        rows.append({"width": width, "depth": depth, **row})
+    tree = {"nodes": len(plan.tree), "levels": 1 + plan.tree.depth, "speedup": mean_and_error(chosen)}
+    return {"tree": tree, "rows": rows}
 
 
 def wide_and_deep(setting: Setting) -> Row:

@@ -1,7 +1,7 @@
 """The part of papers.py for what the survey article describes and no other part has: Medusa heads."""
 
 import torch
-from batches import more_per_forward
+from batches import more_per_forward, tokens_per_forward
 from demo_pair.corpus import encode_documents, read_corpus, training_batches
 from papers_setting import Row, Setting
 from torch import Tensor
@@ -61,9 +61,8 @@ def medusa(setting: Setting) -> Row:
         own, shipped = (
             setting.decode("sequoia", temperature=temperature, draft=each, tree=tree) for each in (heads, None)
         )
-        more = [round(each, 4) for each in more_per_forward(own.stats, shipped.stats)]
-        rows.append({"temperature": temperature, "draft": "Medusa heads", **own.row, "over the draft": more})
-        rows.append({"temperature": temperature, "draft": "shipped draft", **shipped.row})
+        (tokens, error), more = tokens_per_forward(own), [*more_per_forward(own, shipped)]
+        rows.append({"temperature": temperature, "tokens": tokens, "error": error, "over the draft": more})
     return {"heads": HEADS, "steps": STEPS, "rows": rows}
 
 

@@ -139,9 +139,7 @@ def beats_every_cell(found: Found) -> list[Effect]:
     """the chosen tree is ahead of each cell, the best inside the grid"""
     best = max(found["rows"], key=lambda row: row["speedup"][0])
     inner = 1 < best["width"] < 128 and 1 < best["depth"] < 128
-    return [(found["tree"] - value, error) for value, error in (row["speedup"] for row in found["rows"])] + holds(
-        [inner]
-    )
+    return measured(found["rows"], "behind the tree") + holds([inner])
 
 
 def bound_is_kept(found: Found) -> list[Effect]:
@@ -193,15 +191,8 @@ def blocks_of_random_trees(found: Found) -> list[Effect]:
 
 def trees_ahead(found: Found) -> list[Effect]:
     """with 64 nodes the best tree decodes more than batch and sequence, by both rules"""
-    rows = {(row["rule"], row["tree"]): row for row in found["rows"] if row["nodes"] == 64}
-    return [
-        (
-            rows[rule, "best tree"]["tokens"] - rows[rule, other]["tokens"],
-            hypot(rows[rule, "best tree"]["error"], rows[rule, other]["error"]),
-        )
-        for rule in ("GSD", "ERSD")
-        for other in ("batch", "sequence")
-    ]
+    rows = [row for row in found["rows"] if row["nodes"] == 64 and row["tree"] in ("batch", "sequence")]
+    return measured(rows, "first over it")
 
 
 def falls_as_one_over_n(found: Found) -> list[Effect]:

@@ -53,6 +53,18 @@ def test_by_hand():
     assert tree.expected_tokens(exact.target_sample, both, both) == 1 + 0.5 * (1 + 0.5)
 
 
+def test_a_race_accepts_the_targets_first_token_as_often_as_simulated_races_do():
+    """Races of four tokens: those whose first two arrivals in the draft's race are 2, 1."""
+    target, draft = np.array([0.1, 0.5, 0.15, 0.25]), np.array([0.3, 0.2, 0.4, 0.1])
+    clocks = np.random.default_rng(1).exponential(size=(400_000, 4))
+    order = (clocks / draft).argsort(1)[:, :2]
+    winner = (clocks / target).argmin(1)[(order == [2, 1]).all(1)]
+    often = [float((winner == token).mean()) for token in (2, 1)]
+    assert exact.race(target, draft, [2, 1], 20_000) == pytest.approx(often, abs=0.01)
+    assert exact.race(draft, draft, [2, 1]) == pytest.approx([1, 0]), "P = Q: the first arrival is the target's, too"
+    assert exact.race(target, np.array([1.0, 0, 0, 0]), [0, 3])[1] == 0, "what the draft cannot draw never arrives"
+
+
 def accepted(rule, target, draft, children, replacement):
     """How often one of the children is accepted, over all draws of them."""
     total = 0.0
