@@ -47,7 +47,8 @@ def test_a_mixture_is_its_formula(impl, vocab, order):
     found = run_on(PLACES.get(impl, "cpu"), mixture, parts, weights, impl=impl)
     expected = by_formula(parts, weights)
     assert torch.equal(found == -INF, expected == -INF)
-    assert torch.allclose(found.double(), expected, atol=2e-6, rtol=2e-6)
+    of_sums = vocab / 8 * 2**-24  # rounding errors of a softmax's sum, which PyTorch takes in eight lanes with AVX2
+    assert torch.allclose(found.double(), expected, atol=2e-6 + of_sums, rtol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
