@@ -27,7 +27,7 @@ def by_temperature(found: Row) -> Named:
 
 
 def by_cell(found: Row) -> Named:
-    """The speed-ups of the tree and of the best cell, and the least difference from a cell."""
+    """The speed-ups of the chosen tree and of the best cell, and the difference between the two."""
     best = max(found["rows"], key=lambda row: row["speedup"][0])
     yield f"the tree, {found['tree']['nodes']} nodes", found["tree"]["speedup"]
     yield f"best cell, {best['width']} x {best['depth']}", best["speedup"]

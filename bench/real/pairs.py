@@ -7,11 +7,9 @@ The chats are of the suite that ships with the package, two of each kind but cod
 made of other prompts. The target has begun each answer, so that contexts lie within answers.
 """
 
-from functools import cache
-
 import torch
 from batches import batch_of
-from common import quieten
+from common import ROOT, quieten
 from torch import Tensor
 
 from heavypath.speculative import SpeculativeDecoder, Translated, load_draft, load_target
@@ -20,20 +18,20 @@ from heavypath.speculative.loading import Pair
 from heavypath.speculative.suite.prompts import read_suite, suite_tokens
 
 PAIRS = ("gemma", "smollm2")
-GEMMA = "build/real/gemma-3-270m-q4_k_m.gguf"
+GEMMA = ROOT / "build/real/gemma-3-270m-q4_k_m.gguf"
 KINDS = ("writing", "summary", "extraction", "maths", "dialogue", "rewriting")
 BEGUN, RECORDED = 16, 4  # tokens of an answer that belong to the prompt, and those that are recorded after it
 
 
 def real_pair(name: str) -> tuple[Pair, list[Tensor]]:
-    """One of PAIRS and its prompts LongTensors [1, T]."""
+    """One of PAIRS, and its prompts, each a LongTensor [1, T]. Raises FileNotFoundError if Gemma is not installed."""
+    if name == "gemma" and not GEMMA.exists():
+        raise FileNotFoundError(f"no {GEMMA}: run `make real`, which installs it")
     quieten()
     smollm2, tokenizer = load_target(published_model("smollm2"))
     if name == "gemma":
         target, own = load_target(GEMMA)
-        draft = Translated(smollm2, tokenizer, own)
-        vars(draft.vocabularies)["pieces"] = cache(draft.vocabularies.pieces)  # which takes each decoder seconds
-        pair = Pair(target, draft, own)
+        pair = Pair(target, Translated(smollm2, tokenizer, own), own)
     else:
         pair = Pair(smollm2, load_draft("smollm2-texts", Pair(smollm2, None, tokenizer)), tokenizer)
     return pair, begun(pair)

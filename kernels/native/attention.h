@@ -107,7 +107,8 @@ void attend(int64_t count, const float* queries, int64_t stride, const Sight* si
                 continue;
             }
             for (int64_t r = 0; r < rows_of(b); r++)
-                for (int64_t v = 0; v < left; v += WIDTH) store(block + r * BLOCK + v, load(from + r * width + v, left - v));
+                for (int64_t v = 0; v < left; v += WIDTH)
+                    store(block + r * BLOCK + v, load(from + r * width + v, left - v));
             add_groups(count, p_of(b), BLOCK, Piece<float>{block, BLOCK, PARTS * BLOCK, rows_of(b)}, sums);
         }
     for (int64_t q = 0; q < count; q++)

@@ -4,8 +4,8 @@
 // whatever other rows there are and whichever thread does it: a row's outputs are the same numbers in any batch.
 //
 // A block lies in PARTS, of which part p has the columns p, PARTS + p, 2 PARTS + p, ..: [blocks, PARTS, steps, BLOCK].
-// So a sum reads from PARTS places of memory at once. One place alone is served by one channel of the memory after the
-// other, at two thirds of the speed (AMD EPYC with AVX2).
+// So a sum reads from PARTS places of memory at once, which is faster than one place after the other where a core waits
+// for memory (`bench/native.py`).
 //
 // A block is taken in pieces that stay in the second cache, from which all groups of rows read them. Meanwhile they
 // fetch the next piece from memory, each an equal share, so that memory and multipliers work at once. For the fewest
@@ -38,8 +38,8 @@ template <typename Number>
 struct Piece {
     const Number* block;
     int64_t part, step, columns;  // part, step: numbers from one to the next
-    const char* next = nullptr;   // a piece that lies the same way, to fetch meanwhile. Behind a weight's end that does nothing
-    int64_t bytes = 0;            // of each of its parts, in each step
+    const char* next = nullptr;   // a piece that lies the same way, fetched meanwhile; behind a weight it is harmless
+    int64_t bytes = 0;            // fetched of each of its parts in each step
 };
 
 // Add the products of `rows` rows, from 1 to ROWS, by a piece to their sums [rows, BLOCK].
@@ -61,7 +61,7 @@ inline void add_group(int64_t rows, const float* x, int64_t stride, const Piece<
     for (int64_t step = piece.columns / PARTS; step > 0; step--) {
         for (until += piece.bytes; next < until; next += LINE)
             for (int p = 0; p < PARTS; p++) __builtin_prefetch(next + p * piece.part * sizeof(Number), 0, 2);
-#pragma GCC unroll 1
+#pragma GCC unroll 1  // with all parts in the loop, sums are spilled
         for (int p = 0; p < PARTS; p++) add_column(p);
         x += PARTS, block += piece.step;
     }

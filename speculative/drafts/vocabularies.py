@@ -8,7 +8,7 @@ Special tokens are equal if they have the same name, or if both are the beginnin
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +32,7 @@ class Vocabularies:
 
     target: PreTrainedTokenizerBase
     draft: PreTrainedTokenizerBase
+    _pieces: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for role, tokenizer in (("target", self.target), ("draft", self.draft)):
@@ -75,7 +76,15 @@ class Vocabularies:
         no token for are omitted.
 
         target_size, draft_size: vocabulary sizes of the models, which may differ from the tokenizers'
+
+        The result is kept: a large vocabulary takes seconds.
         """
+        sizes = (target_size, draft_size)
+        if sizes not in self._pieces:
+            self._pieces[sizes] = self._spelt(target_size, draft_size)
+        return self._pieces[sizes]
+
+    def _spelt(self, target_size: int, draft_size: int) -> tuple[Tensor, Tensor]:
         spelt = {token[1]: index for index, token in _tokens(self.draft) if not token[0] and index < draft_size}
         longest = max(map(len, spelt), default=0)
         nothing = next(index for index in (self.draft.unk_token_id, self.draft.eos_token_id, 0) if index is not None)
