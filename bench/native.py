@@ -142,6 +142,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--processor-time", action="store_true")
     given = options_of(parser, argv, shape="miniature", rounds=1)
+    if given.prefix < 1:
+        parser.error(f"--prefix must be at least 1, got {given.prefix}")
     clock = time.process_time if given.processor_time else time.perf_counter
     with torch.inference_mode():
         rows = rows_of(given.shape, getattr(torch, given.dtype), given.prefix, given.rounds, clock)
