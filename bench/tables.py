@@ -134,10 +134,14 @@ def over_peers(row: Row) -> str:
     return text + (f" / {row['over_llama_cpp'][0]:.2f}" if row["over_llama_cpp"] else "")
 
 
-def peers() -> None:
-    """Everything beside llama.cpp and transformers, for the shipped pair and for the enlarged one."""
-    found, enlarged = cells("peers"), cells("peers-enlarged", "enlarged")[GREEDY]
-    columns = [found[GREEDY], found[SAMPLED], enlarged]
+def peers(machine: str = "") -> None:
+    """Everything beside llama.cpp and transformers, for the shipped pair and for the enlarged one.
+
+    machine: how the results of another machine than the usual one are named, such as "-avx2"
+    """
+    of_shipped, of_enlarged = f"peers{machine}", f"peers-enlarged{machine}"
+    found = cells(of_shipped)
+    columns = [found[GREEDY], found[SAMPLED], cells(of_enlarged, "enlarged")[GREEDY]]
 
     def line(name: str, rows: Sequence[Row | None]) -> list[Any]:
         cells = [name]
@@ -159,7 +163,7 @@ def peers() -> None:
     rows += [line(code(name), [each.get(name) for each in columns]) for name in names]
     heads = [head for each in ("T = 0", "T = 0.6", "enlarged, T = 0") for head in (f"{each}: tokens/s", "ratio")]
     table(["", *heads], rows)
-    source("peers", "peers-enlarged", texts=True)
+    source(of_shipped, of_enlarged, texts=True)
 
 
 def slower_than_plain() -> None:
