@@ -3,6 +3,10 @@
 
 #pragma once
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "vectors.h"
 
 namespace heavypath {
@@ -14,6 +18,17 @@ typedef double Doubles __attribute__((vector_size(8 * LANES)));
 typedef uint64_t Longs __attribute__((vector_size(8 * LANES)));
 typedef float Singles __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+
+// Products of numbers below 2^32. Compilers take three instructions for one, as they do not know that bound.
+inline Longs product(Longs a, uint32_t b) {
+#if defined(__AVX512F__)
+    return Longs(_mm512_mul_epu32(__m512i(a), _mm512_set1_epi64(b)));
+#elif defined(__AVX2__)
+    return Longs(_mm256_mul_epu32(__m256i(a), _mm256_set1_epi64x(b)));
+#else
+    return a * b;
+#endif
+}
 
 enum Stream { DRAFT = 0, ACCEPT = 1, TARGET = 2, FILL = 3 };
 
@@ -31,6 +46,14 @@ inline Doubles logarithm(Doubles x) {
     return e * 6.93147180369123816490e-01 + (2.0 * s + (s * square * series + e * 1.90821492927058770002e-10));
 }
 
+// Standard Gumbel variables -log(-log(1 - u)) of words of noise, with u = (word + 1/2) / 2^32.
+inline Singles gumbels(Bits words) {
+    const Longs wide = __builtin_convertvector(words, Longs);
+    const Doubles left = (4294967295.5 - __builtin_convertvector(wide, Doubles)) * 0x1p-32;  // 1 - u, exactly
+    const Doubles exponential = -logarithm(left < 0x1p-24 ? Doubles{} + 0x1p-24 : left);
+    return __builtin_convertvector(-logarithm(exponential), Singles);
+}
+
 struct Philox {
     uint32_t seed_low, seed_high;
 
@@ -44,37 +67,18 @@ struct Philox {
         c[1] = Longs{} + uint32_t(row), c[2] = Longs{} + uint32_t(uint64_t(row) >> 32), c[3] = Longs{} + stream;
         uint32_t low = seed_low, high = seed_high;
         for (int round = 0; round < 10; round++, low += 0x9E3779B9u, high += 0xBB67AE85u) {
-            const Longs even = c[0] * 0xD2511F53u, odd = c[2] * 0xCD9E8D57u;
+            const Longs even = product(c[0], 0xD2511F53u), odd = product(c[2], 0xCD9E8D57u);
             c[0] = (odd >> 32) ^ c[1] ^ (Longs{} + low), c[1] = odd & 0xffffffffu;
             c[2] = (even >> 32) ^ c[3] ^ (Longs{} + high), c[3] = even & 0xffffffffu;
         }
     }
 
-    // out[v] = what `become` makes of the words of token v < count. There is room for QUADS - 1 more.
-    template <typename To, typename Become>
-    void fill(To* out, int64_t count, int64_t row, uint32_t stream, Become become) const {
-        for (int64_t token = 0; token < count; token += QUADS) {
-            Longs c[4];
-            words(token / 4, row, stream, c);
-            for (int word = 0; word < 4; word++) {
-                const auto made = become(c[word]);
-                for (int lane = 0; lane < LANES; lane++) out[token + 4 * lane + word] = made[lane];
-            }
-        }
-    }
-
-    // Standard Gumbel variables; draw: which of several independent sets.
-    void gumbels(float* out, int64_t count, int64_t row, Stream stream, uint32_t draw = 0) const {
-        fill(out, count, row, stream + 256 * draw, [](Longs words) {
-            const Doubles left = (4294967295.5 - __builtin_convertvector(words, Doubles)) * 0x1p-32;  // 1 - u, exactly
-            const Doubles exponential = -logarithm(left < 0x1p-24 ? Doubles{} + 0x1p-24 : left);
-            return __builtin_convertvector(-logarithm(exponential), Singles);
-        });
-    }
-
-    // The words themselves.
-    void bits(uint32_t* out, int64_t count, int64_t row, Stream stream) const {
-        fill(out, count, row, stream, [](Longs words) { return words; });
+    // One word for each of QUADS tokens from `first` on, a multiple of QUADS.
+    void block(uint32_t* out, int64_t first, int64_t row, uint32_t stream) const {
+        Longs c[4];
+        words(first / 4, row, stream, c);
+        for (int word = 0; word < 4; word++)
+            for (int lane = 0; lane < LANES; lane++) out[4 * lane + word] = c[word][lane];
     }
 
     // A uniform number in [0, 1), on a grid of 2^-24, for the child of a rank below the node with this row.

@@ -1,5 +1,4 @@
-// Rows of logits: their largest number, what temperature and filters make of them (`heavypath.kernels.filtering`), and
-// the largest of a row of keys.
+// Rows of logits: their largest number, and what temperature and filters make of them (`heavypath.kernels.filtering`).
 
 #pragma once
 
@@ -48,18 +47,17 @@ inline double sum_of(const float* x, int64_t count) {
     return total;
 }
 
-// The first place of the largest of `count` keys; -1 where none is above -inf. Real: float or double.
-template <typename Real>
-int64_t best_of(const Real* keys, int64_t count) {
-    constexpr int lanes = 64 / sizeof(Real);
-    Real most[lanes];
+// The first place of the largest of `count` numbers; -1 where none is above -inf.
+inline int64_t best_of(const float* x, int64_t count) {
+    constexpr int lanes = 16;
+    float most[lanes];
     std::fill(most, most + lanes, -INFINITY);
     int64_t i = 0;
     for (; i + lanes <= count; i += lanes)
-        for (int lane = 0; lane < lanes; lane++) most[lane] = keys[i + lane] > most[lane] ? keys[i + lane] : most[lane];
-    for (; i < count; i++) most[0] = keys[i] > most[0] ? keys[i] : most[0];
-    const Real largest = *std::max_element(most, most + lanes);
-    return largest == -INFINITY ? -1 : std::find(keys, keys + count, largest) - keys;
+        for (int lane = 0; lane < lanes; lane++) most[lane] = x[i + lane] > most[lane] ? x[i + lane] : most[lane];
+    for (; i < count; i++) most[0] = x[i] > most[0] ? x[i] : most[0];
+    const float largest = *std::max_element(most, most + lanes);
+    return largest == -INFINITY ? -1 : std::find(x, x + count, largest) - x;
 }
 
 // Drop what top-k, top-p and min-p drop of a row: its scores become -inf.

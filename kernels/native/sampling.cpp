@@ -1,6 +1,6 @@
 // Draws from rows of logits: what the reference of `heavypath.kernels.sampling` does.
 
-#include "rows.h"
+#include "leaders.h"
 
 namespace heavypath {
 
@@ -16,24 +16,6 @@ struct Draw {
     int64_t threads;
 };
 
-// The first k places of keys in falling order, equal ones by place; those that are -inf mean nothing. Changes keys.
-inline void first_k(std::vector<float>& keys, int64_t vocab, int64_t k, int64_t* places, float* ranked) {
-    if (k <= 8) {
-        for (int64_t j = 0; j < k; j++) {
-            const int64_t place = std::max<int64_t>(0, best_of(keys.data(), vocab));
-            places[j] = place, ranked[j] = keys[place];
-            keys[place] = -INFINITY;
-        }
-    } else {
-        std::vector<int32_t> order(vocab);
-        std::iota(order.begin(), order.end(), 0);
-        std::partial_sort(order.begin(), order.begin() + k, order.end(), [&](int32_t a, int32_t b) {
-            return keys[a] > keys[b] || (keys[a] == keys[b] && a < b);
-        });
-        for (int64_t j = 0; j < k; j++) places[j] = order[j], ranked[j] = keys[order[j]];
-    }
-}
-
 void draw_row(const Draw& d, int64_t r) {
     const float* x = d.logits + r * d.stride;
     const int64_t vocab = d.vocab, noise_row = d.noise_rows ? d.noise_rows[r] : r, within = std::min(d.k, vocab);
@@ -44,41 +26,31 @@ void draw_row(const Draw& d, int64_t r) {
     const float none = largest == -INFINITY || std::isfinite(largest) ? -INFINITY : NAN;
     std::fill(tokens, tokens + d.k, -1), std::fill(keys, keys + d.k, none), std::fill(logprobs, logprobs + d.k, none);
     const Philox philox(*d.seed);
-    std::vector<float> scores(vocab + WIDTH, -INFINITY), noisy_keys(vocab + QUADS), work(vocab + WIDTH);
+    std::vector<float> scores(vocab + WIDTH, -INFINITY), weights(vocab + WIDTH);
     int64_t defined = 0;
     if (std::isfinite(largest)) {
         scores_of(x, vocab, largest, noisy ? d.filters : Filters{1, 0, 1, 0}, scores.data());
-        for (int64_t v = 0; v < vocab; v += WIDTH) store(&work[v], exponential(load(&scores[v], vocab - v)));
-        const double normalizer = std::log(sum_of(work.data(), vocab));
-        std::vector<float> ranked(d.k);
-        if (noisy && d.replacement) {
-            for (int64_t j = 0; j < d.k; j++) {
-                philox.gumbels(noisy_keys.data(), vocab, noise_row, DRAFT, j);
-                for (int64_t v = 0; v < vocab; v++) noisy_keys[v] += scores[v];
-                tokens[j] = best_of(noisy_keys.data(), vocab);
-                ranked[j] = noisy_keys[tokens[j]];
+        for (int64_t v = 0; v < vocab; v += WIDTH) store(&weights[v], exponential(load(&scores[v], vocab - v)));
+        const double normalizer = std::log(sum_of(weights.data(), vocab));
+        const bool independent = noisy && d.replacement;
+        const auto key = [&](int64_t v, float gumbel) { return gumbel + scores[v]; };
+        for (int64_t set = 0; set < (independent ? d.k : 1); set++) {
+            Leaders leaders(independent ? 1 : within);
+            if (noisy)
+                leaders.offer_noisy(weights.data(), vocab, philox, noise_row, DRAFT + 256 * set, key);
+            else
+                leaders.offer_all(x, vocab);
+            for (const auto& [ranked, token] : leaders.sorted()) {
+                tokens[defined] = token;
+                keys[defined] = float(noisy ? ranked - normalizer : ranked);
+                logprobs[defined++] = float(scores[token] - normalizer);
             }
-            defined = d.k;
-        } else {
-            if (noisy) {
-                philox.gumbels(noisy_keys.data(), vocab, noise_row, DRAFT);
-                for (int64_t v = 0; v < vocab; v++) noisy_keys[v] += scores[v];
-            } else {
-                std::copy(x, x + vocab, noisy_keys.begin());
-            }
-            first_k(noisy_keys, vocab, within, tokens, ranked.data());
-            while (defined < within && ranked[defined] > -INFINITY) defined++;
-            std::fill(tokens + defined, tokens + d.k, -1);
-        }
-        for (int64_t j = 0; j < defined; j++) {
-            keys[j] = noisy ? float(ranked[j] - normalizer) : ranked[j];
-            logprobs[j] = float(scores[tokens[j]] - normalizer);
         }
     }
     if (d.uniform_fill && noisy && !d.replacement && defined < d.k && !std::isnan(none)) {
         // Tokens outside the support follow in the order of their words of noise, which is uniformly random.
         std::vector<uint32_t> words(vocab + QUADS);
-        philox.bits(words.data(), vocab, noise_row, FILL);
+        for (int64_t v = 0; v < vocab; v += QUADS) philox.block(&words[v], v, noise_row, FILL);
         std::vector<int32_t> outside;
         for (int64_t v = 0; v < vocab; v++)
             if (scores[v] == -INFINITY) outside.push_back(v);

@@ -2,7 +2,7 @@
 
 #include <map>
 
-#include "rows.h"
+#include "leaders.h"
 
 namespace heavypath {
 
@@ -121,7 +121,7 @@ struct Chain {
     // What the next children are drawn from: log2 of its distribution up to a constant.
     void draw_from(std::vector<float> logs) {
         log_draft = std::move(logs), draft.resize(vocab);
-        largest = *std::max_element(log_draft.begin(), log_draft.end());
+        largest = largest_of(log_draft.data(), vocab);
         for (int64_t v = 0; v < vocab; v++) draft[v] = log_draft[v] - float(largest);
         powers_of_two(draft.data(), vocab, draft.data());
         mass = sum_of(draft.data(), vocab);
@@ -205,19 +205,11 @@ void end_at(const Tree& tree, int64_t node, std::vector<float> left) {
         left = log_weights(tree, false, node);
         powers_of_two(left.data(), vocab, left.data());
     }
-    std::vector<float> noise(vocab + QUADS);
-    Philox(*tree.call.seed).gumbels(noise.data(), vocab, tree.rows[node], TARGET);
-    std::vector<double> keys(vocab + LANES);
-    left.resize(vocab + LANES);
-    for (int64_t v = 0; v < vocab; v += LANES) {
-        Singles weight, gumbel;
-        memcpy(&weight, &left[v], sizeof weight), memcpy(&gumbel, &noise[v], sizeof gumbel);
-        const Doubles wide = __builtin_convertvector(weight, Doubles);
-        const Doubles logs = logarithm(wide) + __builtin_convertvector(gumbel, Doubles);
-        const Doubles key = wide > 0.0 ? logs : Doubles{} - INFINITY;
-        memcpy(&keys[v], &key, sizeof key);
-    }
-    tree.call.next_token[tree.sequence] = best_of(keys.data(), vocab);
+    Leaders leader(1);
+    leader.offer_noisy(left.data(), vocab, Philox(*tree.call.seed), tree.rows[node], TARGET, [&](int64_t v, float gumbel) {
+        return left[v] > 0 ? logarithm(Doubles{} + left[v])[0] + gumbel : -INFINITY;
+    });
+    tree.call.next_token[tree.sequence] = leader.sorted()[0].second;
     tree.accept(node);
 }
 
@@ -304,11 +296,16 @@ int64_t chosen(const Tree& tree, int64_t node) {
     const float* x = tree.logits(false, node);
     const float largest = largest_in(tree, false, node);
     if (call.method == GREEDY) return best_of(x, call.vocab);
-    std::vector<float> keys(call.vocab + QUADS), scores(call.vocab);
+    std::vector<float> scores(call.vocab), weights(call.vocab);
     scores_of(x, call.vocab, largest, call.target_filters, scores.data());
-    Philox(*call.seed).gumbels(keys.data(), call.vocab, tree.rows[node], call.method == RACE ? DRAFT : TARGET);
-    for (int64_t v = 0; v < call.vocab; v++) keys[v] += scores[v];
-    return best_of(keys.data(), call.vocab);
+    for (int64_t v = 0; v < call.vocab; v += WIDTH)
+        store(&weights[v], exponential(load(&scores[v], call.vocab - v)), call.vocab - v);
+    const uint32_t stream = call.method == RACE ? DRAFT : TARGET;
+    Leaders leader(1);
+    leader.offer_noisy(weights.data(), call.vocab, Philox(*call.seed), tree.rows[node], stream, [&](int64_t v, float gumbel) {
+        return gumbel + scores[v];
+    });
+    return leader.sorted()[0].second;
 }
 
 // The walk down from the root, where each node decides by itself.
