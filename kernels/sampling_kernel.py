@@ -1,6 +1,7 @@
 """The Triton kernel of `gumbel_topk`, whose formula and reference are in `sampling`, and its launcher.
 
-The kernel reads the logits once and computes exact logarithms only for a few tokens. With u <= -log(1 - u) = E,
+The kernel reads the logits once, for k independent draws k times. It computes exact logarithms only for a few tokens.
+With u <= -log(1 - u) = E,
 
     logit / T - log(u)  >=  logit / T + G,      G = -log E,
 

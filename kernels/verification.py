@@ -93,7 +93,7 @@ def verify_tree(
     tokens:        LongTensor[B, N]; the root's is already committed, -1 marks an absent node
     parents:       LongTensor[N] or [B, N], parents[0] = -1, parents[i] < i
     target_logits: [B, N, V]; [b, i] is the target's distribution after node i
-    draft_logits:  [B, N, V], the distribution that node i's children were drawn from; leaves' rows are never read.
+    draft_logits:  [B, N, V], the distribution that node i's children were drawn from; leaves' rows may hold anything.
                    Needed by the methods of DRAFT_AWARE where N > 1, else it may be None
     method:        "without_replacement" | "with_replacement" | "kseq" | "held" | "traversal" | "held_traversal" |
                    "race" | "target_sample" | "greedy". "held_traversal" is lossless only where all children of a node

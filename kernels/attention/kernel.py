@@ -16,8 +16,8 @@ that finishes last (see `tickets`) merges the results of all parts p, for each q
     out = sum_p 2^(peak_p - peak) out_p / sum_p 2^(peak_p - peak) total_p,   peak = max_p peak_p
 
 It reads its own part back, too, so the result does not depend on which program is last. The split depends only on the
-sequence's length and the model's shape, never on the rest of the batch. Lengths are read on the device, so one CUDA
-graph serves all lengths.
+sequence's length and padding, the number of nodes, the model's shape and the GPU, never on the rest of the batch.
+Lengths are read on the device, so one CUDA graph serves all lengths.
 
 Costs, for G query heads per key head, L >> N and 2-byte numbers: a head's keys and values are 4 L D bytes. They take
 4 G N L D FLOPs, which is G N FLOPs per byte. An H200 reaches about 790 TFLOP/s and 4.3 TB/s. So above 184 FLOPs per
@@ -363,6 +363,8 @@ def tree_attention_kernel(
             if first_row is not None:
                 readable = readable & (length + at >= first)
                 visible = visible & readable[None, :]
+            # Nodes that are not drafted yet may have rows with NaN, which a weight of 0 would not remove.
+            readable = readable & (tl.max(visible.to(tl.int32), 0) > 0)
             acc, peak, total = _attend(
                 query_tile,
                 query_rows,

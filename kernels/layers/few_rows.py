@@ -209,8 +209,8 @@ def _launch(x: Tensor, weight: Tensor, scale: Tensor | None, gated: bool) -> Ten
     scale = None if scale is None else scale.contiguous()
     out = x.new_empty(rows, outputs)
     parts, part = parts_of(outputs, columns)
-    # With fewer rows an fp8 weight would be loaded only 8 bytes at a time.
     tiles = triton.cdiv(outputs, BLOCK_N)
+    # With fewer rows an fp8 weight would be loaded only 8 bytes at a time.
     padded = max(16 if scale is None else FEWER, triton.next_power_of_2(rows))
     stored = x.new_empty(parts * len(weight) * padded, dtype=torch.float32) if parts > 1 else None
     if rows == 0:

@@ -67,12 +67,18 @@ class RowCache:
             else:
                 own[sequence] = other[of]
 
+    def drop_not_finite(self) -> None:
+        """Replace NaN and infinities that a failed step has left by zeros: a weight of 0 would not hide them."""
+        for field in self.remembered():
+            if field.is_floating_point():
+                field.nan_to_num_(0.0, 0.0, 0.0)
+
     def begin(self, lengths: Tensor) -> None:
         """Forget the sequences of earlier generations. Called before each generation.
 
         lengths: LongTensor[B], the number of tokens before each root
 
-        This does nothing, because rows are overwritten before they are read. Caches with other state override it.
+        This does nothing, because rows are overwritten before a query sees them. Caches with other state override it.
         """
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:

@@ -295,7 +295,7 @@ class Forward(ABC):
         starts: the position of each sequence's first token here, if the cache holds the rows before it (default: 0)
         taps:   a request for hidden states of each chunk
 
-        Padding is cached too. It lies after the sequence's length, where each row is overwritten before it is read.
+        Padding is cached too. It lies after the sequence's length. A row there is overwritten before a query sees it.
         """
         batch, width = tokens.shape
         device = tokens.device

@@ -240,6 +240,7 @@ class ServiceSlots:
             return self._step(count)
         except Exception as error:
             self.check_device(error)
+            self._workspace.drop_not_finite()
             if count == 1 or not self._on_host:
                 return [(arrival, error) for arrival in self.running[:count]]
             return self._one_by_one(count)
@@ -292,6 +293,7 @@ class ServiceSlots:
             try:
                 ended += self._step(1)
             except Exception as error:
+                self._workspace.drop_not_finite()
                 ended.append((arrival, error))
             self._exchange(0, slot)
         return ended

@@ -188,6 +188,21 @@ def test_the_last_nodes_of_a_growing_tree_ask(impl, window):
     torch.testing.assert_close(out.double(), of_these(), atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_nodes_that_are_not_drafted_yet_may_hold_nan(dtype, window):
+    """A level of a tree is drafted with the mask of all nodes; the rows of those to come are of an earlier text."""
+    query, key, value = inputs(2, 4, 2, 9, 130, 32, dtype=dtype)
+    mask = random_tree(90).mask()[20:29].to(DEVICE)
+    unseen = (~mask.any(0)).nonzero()[:, 0].tolist()
+    assert 0 < len(unseen) < 90
+    options = {"prefix_length": 40, "ancestor_mask": mask, "window": window, "impl": "triton"}
+    expected = tree_attention(query, key, value, **options)
+    for node in unseen:
+        key[:, :, 40 + node] = value[:, :, 40 + node] = math.nan
+    assert torch.equal(tree_attention(query, key, value, **options), expected)
+
+
 @IMPLS
 @pytest.mark.parametrize("window", [None, 70, 5])
 def test_nodes_may_all_see_each_other(impl, window):

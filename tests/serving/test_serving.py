@@ -16,6 +16,7 @@ from played_steps import Tape
 from processed_texts import odd_behind_even
 from serving_cases import VOCAB, alone, generated, held, tiny_llama
 from tiny_models import tiny_llama as shorter_llama
+from transformers import SuppressTokensLogitsProcessor
 
 from heavypath.speculative import Cascade, EarlyExit, Lookahead, Mixture, PromptLookup, SpeculativeDecoder
 from heavypath.speculative.serving import Closed, QueueFull
@@ -236,6 +237,30 @@ def test_an_error_ends_the_request_that_it_is_about_and_no_other():
             list(bad)
         assert [each.result(60).tokens for each in sent] == [texts[number] for number in fine]
         assert (service.stats().failed, service.stats().completed) == (1, 3)
+
+
+@pytest.mark.parametrize("which", ["target", "draft"])
+def test_rows_of_a_request_that_overflows_do_not_reach_later_ones(which):
+    """In one slot, by another request, and while a third one runs beside it."""
+    models = {"target": shorter_llama(1, vocab_size=9), "draft": shorter_llama(2, vocab_size=9)}
+    overflows = []  # a decoder tries its models with all tokens
+
+    def embedded(module, given, states):
+        return states.masked_fill((given[0] == 8)[..., None] & bool(overflows), torch.nan)
+
+    models[which].get_input_embeddings().register_forward_hook(embedded)
+    decoder = SpeculativeDecoder(**models, method="sequoia", tree_size=6)
+    overflows.append(True)
+    settings = {"temperature": 0.9, "seed": 3, "eos_token_id": None}
+    settings["logits_processor"] = [SuppressTokensLogitsProcessor([8])]
+    with decoder.serve(slots=2, max_tokens=40, prefix_bytes=0) as service:
+        expected = service.submit([1, 2, 3], 20, **settings).result(60).tokens
+        for beside in (False, True):
+            runs = [service.submit([1, 2, 3], 20, **settings) for _ in range(beside)]
+            with pytest.raises(ValueError, match=f"NaN.* {which}'s logits|{which}'s logits .* NaN"):
+                service.submit([1] * 20 + [8] * 4, 8, **settings).result(60)
+            runs += [service.submit([1, 2, 3], 20, **settings) for _ in range(2)]
+            assert [run.result(60).tokens for run in runs] == [expected] * len(runs)
 
 
 def test_a_criterion_that_fails_ends_its_own_request_alone(decoder):
