@@ -1,5 +1,7 @@
 """The exact oracle itself: each of its rules emits the target's law, with a difference of 0."""
 
+from fractions import Fraction
+
 import pytest
 import verification_oracle as oracle
 from verification_oracle import (
@@ -83,15 +85,56 @@ def test_one_child_of_a_fair_coin_by_hand():
         assert verifier(language, tree) == expected
 
 
+def accepted(rule, language, children, **ways):
+    """The probability that one of so many children of the root is accepted."""
+    trees = drawn(language, static([-1] + [0] * children), **ways)
+    replacement = ways.get("replacement", False)
+    return sum(
+        chance * part
+        for tree, chance in trees
+        for (path, _), part in RULES[rule](language, tree, (), replacement).items()
+        if path
+    )
+
+
+def with_root(target, draft):
+    """A language whose laws after the root are these whole numbers, over their sum."""
+    language = Language(len(target), 0)
+    language._known |= {("target", ()): oracle.whole(target), ("draft", ()): oracle.whole(draft)}
+    return language
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_one_child_is_accepted_with_the_overlap_and_as_many_as_tokens_always(rule):
-    def accepted(language, children):
-        trees = drawn(language, static([-1] + [0] * children))
-        return sum(
-            chance * part for tree, chance in trees for (path, _), part in RULES[rule](language, tree).items() if path
-        )
-
     for seed in range(3):
         language = Language(4, seed)
-        assert accepted(language, 1) == sum(map(min, language.target(()), language.draft(())))
-        assert rule not in DISTINCT or accepted(language, 4) == 1
+        assert accepted(rule, language, 1) == sum(map(min, language.target(()), language.draft(())))
+        assert rule not in DISTINCT or accepted(rule, language, 4) == 1
+
+
+@pytest.mark.parametrize("rule", DISTINCT)
+@pytest.mark.parametrize(("target", "draft"), [
+    ((1, 0, 0, 0, 0), (1, 1, 0, 0, 0)),
+    ((0, 3, 0, 1, 0), (0, 1, 0, 5, 0)),
+    ((2, 0, 1, 0, 0), (1, 0, 3, 2, 0)),
+    ((1, 1, 0, 5, 1), (4, 1, 0, 1, 3)),
+])  # fmt: skip
+def test_as_many_children_as_the_draft_has_tokens_cover_the_target(rule, target, draft):
+    """Sequoia's theorem 3.7: k children where the draft has k tokens, fewer than the vocabulary, among them all of the
+    target's. One fewer does not do."""
+    language, tokens = with_root(target, draft), sum(map(bool, draft))
+    assert accepted(rule, language, tokens) == 1
+    assert accepted(rule, language, tokens - 1) < 1
+
+
+def test_other_rules_miss_what_theorem_37_promises():
+    """The four counter-examples of Sequoia's appendix F.6. Each of its two promises is broken by two rules."""
+    sure, even = with_root((1, 0), (1, 1)), with_root((3, 2), (3, 2))
+    # Two draws from a draft of two tokens are both the wrong one in a quarter of the cases.
+    assert accepted("rejection", sure, 2, replacement=True) == Fraction(3, 4)  # SpecInfer
+    assert accepted("k_seq", sure, 2, replacement=True) == Fraction(3, 4)  # SpecTr
+    # Draft and target are equal, and a rule that waits for the target's own sample takes one child less than always.
+    target, draft = even.target(()), even.draft(())
+    assert max(draft) == target[draft.index(max(draft))] == Fraction(3, 5)  # top-k: the likeliest token is the child
+    assert sum(p * q for p, q in zip(target, draft, strict=True)) == Fraction(13, 25)  # naive: the child is drawn
+    assert accepted("rejection", sure, 2) == accepted("rejection", even, 1) == 1
