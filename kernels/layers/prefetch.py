@@ -6,6 +6,9 @@ A weight does not depend on activations. While a norm, rotary embedding, attenti
 to do, and can bring what the next product reads. All programs of a product begin with the first columns of their rows,
 so each finds its first blocks in the cache.
 
+No decoder does this now: `measured.AHEAD` has no GPU, because on an H200 it made every pass slower. Other GPUs are not
+measured yet.
+
 A prefetch changes no value: NVIDIA, "Parallel Thread Execution ISA", section "prefetch". The kernel does not wait for
 the bytes. It ends when all requests are made.
 """
