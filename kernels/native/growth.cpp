@@ -1,6 +1,8 @@
 // The best slots below a level of growing trees, and the tree of the best slots of all levels: what the references of
 // `heavypath.kernels.trees.growing` and `assembly` do. Products that feed a sum are rounded: values that tie must tie.
 
+#include <numeric>
+
 #include "rows.h"
 
 namespace heavypath {

@@ -1,6 +1,6 @@
 // Draws from rows of logits: what the reference of `heavypath.kernels.sampling` does.
 
-#include "leaders.h"
+#include "filters.h"
 
 namespace heavypath {
 

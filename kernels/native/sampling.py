@@ -12,7 +12,7 @@ from heavypath.kernels.noise import Noise
 
 
 class FiltersStruct(Structure):
-    """`Filters` of rows.h."""
+    """`Filters` of filters.h."""
 
     _fields_ = fields(".temperature top_k .top_p .min_p")
 

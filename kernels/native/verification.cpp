@@ -2,7 +2,7 @@
 
 #include <map>
 
-#include "leaders.h"
+#include "filters.h"
 
 namespace heavypath {
 
