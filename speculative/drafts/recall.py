@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -54,6 +55,19 @@ class Recall(Draftable):
         self._kept = self._sorted = self._waiting = 0  # numbers of tokens, plus one separator for each sequence
         self._corpus = self._sort()
         self._copies: WeakValueDictionary[torch.device, LearningCopy] = WeakValueDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copy and pickle take: all except the lock and the copies on devices. The list of texts is new."""
+        with self._lock:
+            state = vars(self) | {"_texts": self._texts.copy()}
+        del state["_lock"], state["_copies"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of another `Recall`, with a lock of its own."""
+        vars(self).update(state)
+        self._lock = threading.Lock()
+        self._copies = WeakValueDictionary()
 
     def serve(self, vocab_size: int) -> None:
         """Note that a target with this vocabulary size uses it; ValueError if a target of another size did before."""

@@ -64,6 +64,15 @@ class Retrieval(Draftable):
         self._corpus = sort_corpus(tokens, max_ngram)
         self._copies: WeakValueDictionary[torch.device, CorpusCopy] = WeakValueDictionary()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copy and pickle take: all except the copies on devices."""
+        return {name: value for name, value in vars(self).items() if name != "_copies"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of another `Retrieval`."""
+        vars(self).update(state)
+        self._copies = WeakValueDictionary()
+
     def save(self, path: str | Path) -> None:
         """Write the corpus to a file for `load`, 12 bytes for each token."""
         facts = {"max_ngram": self.max_ngram, "tokens": self.tokens, "largest": self.largest}

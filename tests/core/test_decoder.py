@@ -8,7 +8,17 @@ import torch
 from families import tiny
 from tiny_models import assert_same_text, tiny_llama
 
-from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder, TokenTree, load_demo_pair
+from heavypath.speculative import (
+    METHODS,
+    EarlyExit,
+    Mixture,
+    PromptLookup,
+    Recall,
+    Retrieval,
+    SpeculativeDecoder,
+    TokenTree,
+    load_demo_pair,
+)
 from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.methods import DEFAULT_VERIFIERS
 
@@ -46,10 +56,13 @@ def test_a_batch_counts_the_steps_and_tokens_of_each_sequence(tiny_pair):
 
 def test_a_decoder_can_be_copied_and_sent_to_another_process(tiny_pair):
     prompt = torch.tensor([[3, 1, 4]])
-    for draft in (tiny_pair[1], EarlyExit(1), PromptLookup()):
+    corpus = Retrieval([[3, 1, 4, 1, 5]])
+    for draft in (tiny_pair[1], EarlyExit(1), PromptLookup(), corpus, Mixture([Recall(), corpus])):
         decoder = SpeculativeDecoder(tiny_pair[0], draft, "dyspec", tree_size=7, verifier="rejection")
-        out = decoder.generate(prompt, 12, temperature=0.9, seed=3)  # what steps use is made by the first of them
-        for other in (deepcopy(decoder), pickle.loads(pickle.dumps(decoder))):
+        decoder.generate(prompt, 12, temperature=0.9)  # what steps use is made by the first of them; Recall learns
+        copies = deepcopy(decoder), pickle.loads(pickle.dumps(decoder))
+        out = decoder.generate(prompt, 12, temperature=0.9, seed=3)
+        for other in copies:
             assert (repr(other), other.tree) == (repr(decoder), decoder.tree)
             assert other.target is not decoder.target
             assert torch.equal(other.generate(prompt, 12, temperature=0.9, seed=3).sequences, out.sequences)

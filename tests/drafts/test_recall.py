@@ -1,6 +1,8 @@
 """Recall: what it has learned after any texts, against a corpus of these; texts that it drafts."""
 
+import pickle
 import random
+from copy import copy, deepcopy
 
 import numpy as np
 import pytest
@@ -84,6 +86,23 @@ def test_a_text_is_drafted_once_it_was_written():
         assert torch.equal(out.sequences, text)
         steps.append(out.stats.tokens_per_step)
     assert steps[1] > 4 > 2 > steps[0]
+
+
+@pytest.mark.parametrize("copied", [copy, deepcopy, lambda given: pickle.loads(pickle.dumps(given))],
+                         ids=["copy", "deepcopy", "pickle"])  # fmt: skip
+def test_a_copy_has_the_texts_of_its_original_and_changes_without_it(copied):
+    recall, expected, cpu = Recall(16, max_ngram=2), Recall(16, max_ngram=2), torch.device("cpu")
+    of_recall = recall.on(cpu)
+    recall.learn(np.arange(5))
+    other = copied(recall)
+    of_other = other.on(cpu)
+    recall.forget()
+    for text in (np.arange(5), np.arange(6) % 4, np.arange(8) % 3):  # the third takes the place of the first
+        expected.learn(text)
+        if len(text) > 5:
+            other.learn(text)
+    assert all(map(torch.equal, of_other.corpus, expected.on(cpu).corpus))
+    assert all(map(torch.equal, of_recall.corpus, Recall(16, max_ngram=2).on(cpu).corpus))
 
 
 def test_all_texts_of_a_batch_are_learned_without_padding(monkeypatch):
