@@ -175,7 +175,8 @@ class GenerateCall:
             "past": past if isinstance(past, TextCache) else None,
             "model_inputs": inputs or None,
             "input_ids": self.input_ids,
-            "attention_mask": attention_mask,
+            # transformers passes None for a mask of ones, which it has been given or has made.
+            "attention_mask": torch.ones_like(self.input_ids) if attention_mask is None else attention_mask,
             "seed": seed,
             "pad_token_id": None if pad is None else int(pad),
             "streamer": None if streamer is None else _OneByOne(streamer, has_prompt),

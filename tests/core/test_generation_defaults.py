@@ -106,3 +106,14 @@ def test_padding_without_a_mask_is_warned_of_once(caplog):
         for _ in range(2):
             decoder.generate(torch.tensor([[6, 3, 1], [4, 1, 5]]), 4, pad_token_id=6)
     assert caplog.text.count("some prompts begin with the padding token") == 1
+
+
+def test_a_mask_of_ones_that_transformers_does_not_pass_on_is_no_missing_mask(caplog):
+    target = tiny_llama(1)
+    decoder = SpeculativeDecoder(target, None, "autoregressive")
+    ids = torch.tensor([[6, 3, 1], [4, 1, 5]])
+    inputs = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "pad_token_id": 6}
+    with caplog.at_level("WARNING"):
+        out = target.generate(ids, **inputs, custom_generate=decoder)
+    assert "padding token" not in caplog.text
+    assert torch.equal(out, target.generate(ids, **inputs))
