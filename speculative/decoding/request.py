@@ -1,6 +1,5 @@
 """Requests: the arguments of `generate`, checked before any work."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,10 @@ if TYPE_CHECKING:
     from heavypath.speculative.decoding.processing import Processing
     from heavypath.speculative.models.prompt_inputs import PromptInputs, Seen
     from heavypath.speculative.processors.stopping import Stopping
+
+
+_LEAST_PENALTY = 1e-30  # logits up to 1e8 stay finite in fp32 when they are divided by it
+_MOST_PENALTY = 1e30
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class Request:
             sequence_ids=_checked_sequence_ids(options.get("sequence_ids"), batch, input_ids.device),
             stops=torch.tensor(eos, dtype=torch.long, device=input_ids.device),
             pad=pad,
-            processing=_processing(settings, max_new_tokens, bool(eos)),
+            processing=_processing(settings, max_new_tokens, eos, target.vocab_size),
             processors=None,
             input_ids=input_ids,
             stopping=stopping,
@@ -194,15 +197,25 @@ def _stop_tokens(
     return eos, pad
 
 
-def _processing(settings: Mapping[str, Any], max_new_tokens: int, has_stops: bool) -> "Processing | None":
+def _processing(
+    settings: Mapping[str, Any], max_new_tokens: int, eos: Sequence[int], vocab_size: int
+) -> "Processing | None":
     """Return repetition penalty and min_new_tokens as a `Processing`; None if they change nothing."""
     repetition_penalty = real("repetition_penalty", settings["repetition_penalty"])
-    if not 0 < repetition_penalty < math.inf:
-        raise ValueError(f"repetition_penalty must be a finite number > 0, got {repetition_penalty!r}")
+    if not _LEAST_PENALTY <= repetition_penalty <= _MOST_PENALTY:
+        raise ValueError(
+            f"repetition_penalty must be in {_LEAST_PENALTY} .. {_MOST_PENALTY}, with which logits stay finite, got "
+            f"{repetition_penalty!r}"
+        )
     min_new_tokens = whole("min_new_tokens", settings["min_new_tokens"])
     if not 0 <= min_new_tokens <= max_new_tokens:
         raise ValueError(f"min_new_tokens must be in 0 .. max_new_tokens = {max_new_tokens}, got {min_new_tokens}")
-    early = min_new_tokens if has_stops else 0
+    if min_new_tokens and len({*eos}) == vocab_size:
+        raise ValueError(
+            f"with min_new_tokens={min_new_tokens}, eos_token_id must leave a token to begin with, got all "
+            f"{vocab_size} tokens of the vocabulary; give fewer of them, or leave out min_new_tokens"
+        )
+    early = min_new_tokens if eos else 0
     if repetition_penalty == 1 and early < 1:
         return None
     return load("Processing")(float(repetition_penalty), early)
@@ -239,20 +252,24 @@ def _check_past(past: object, target: Forward) -> None:
 def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Return the number of tokens of each prompt, LongTensor[B], from the mask, [B, T]; all T without a mask.
 
-    Raises ValueError for a mask that is not left padding.
+    Raises TypeError for a mask that is no tensor, and ValueError for one that is not left padding.
     """
     if attention_mask is None:
         return torch.full_like(input_ids[:, 0], input_ids.shape[1])
     if not isinstance(attention_mask, Tensor):
         raise TypeError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}")
-    mask = attention_mask.to(input_ids)
+    given = attention_mask.to(input_ids.device)
+    mask = given.ne(0).to(input_ids.dtype)
+    wrong = given[given != mask]
+    if len(wrong):
+        raise ValueError(f"attention_mask must have zeros (left padding) and ones alone, got {wrong[0].item()}")
     if mask.shape != input_ids.shape or (mask.diff(dim=1) < 0).any() or not mask[:, -1].all():
         raise ValueError(
             f"attention_mask must be zeros (left padding) then ones, {[*input_ids.shape]} like input_ids, "
             f"got {attention_mask.tolist() if mask.numel() <= 64 else [*mask.shape]}; a tokenizer pads so with "
             "padding_side='left'"
         )
-    return mask.ne(0).sum(1)
+    return mask.sum(1)
 
 
 def _check_positions(target: Forward, drafting: Sequence[Drafting], lengths: Tensor, new: int) -> None:

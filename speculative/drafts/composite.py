@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from heavypath.kernels.layers.rotary import store_rows
 from heavypath.kernels.mixing import add_to_mixture
+from heavypath.kernels.numbers import real
 from heavypath.kernels.step_kernels import step_kernels
 from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count
@@ -70,19 +71,19 @@ class Mixture(Draftable):
 
     def __post_init__(self) -> None:
         check_drafts("Mixture", self.drafts)
-        weights = self.weights
-        if weights is not None and (
-            len(weights) != len(self.drafts) or not all(math.isfinite(each) and each > 0 for each in weights)
-        ):
-            raise ValueError(
-                f"Mixture needs a weight above 0 for each of its {len(self.drafts)} drafts, got {[*weights]}"
-            )
+        if self.weights is None:
+            return
+        weights = [real("weights", each) for each in self.weights]
+        if len(weights) != len(self.drafts) or not all(math.isfinite(each) and each > 0 for each in weights):
+            raise ValueError(f"Mixture needs a weight above 0 for each of its {len(self.drafts)} drafts, got {weights}")
 
 
 def check_drafts(name: str, drafts: Sequence[Any]) -> None:
     """Raise ValueError unless `drafts` is a list of at least two drafts. name: the composite's, for the message."""
-    if isinstance(drafts, str) or not isinstance(drafts, Sequence) or len(drafts) < 2:
-        raise ValueError(f"{name} needs a list of at least two drafts, got {drafts!r}")
+    is_list = isinstance(drafts, Sequence) and not isinstance(drafts, str)
+    if not is_list or len(drafts) < 2:
+        got = f"[{', '.join(type(each).__name__ for each in drafts)}]" if is_list else type(drafts).__name__
+        raise ValueError(f"{name} needs a list of at least two drafts, got {got}")
 
 
 class CompositeCache(RowCache):

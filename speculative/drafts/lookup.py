@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from heavypath.kernels.native.retrieval import look_up
+from heavypath.kernels.numbers import whole
 from heavypath.kernels.retrieval.latest import latest_logprobs
 from heavypath.kernels.retrieval.ranges import Appended, store_tokens
 from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
@@ -33,6 +34,8 @@ class PromptLookup(Draftable):
     min_ngram: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("max_ngram", "min_ngram"):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ValueError(
                 f"PromptLookup needs 1 <= min_ngram <= max_ngram, got {self.min_ngram} and {self.max_ngram}"

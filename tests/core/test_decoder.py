@@ -121,6 +121,9 @@ def with_nan(model):
     (lambda t, d: SpeculativeDecoder(t, EarlyExit(2)), r"must leave 1 .. 1 layers, got 2"),
     (lambda t, d: SpeculativeDecoder(tiny("gpt2"), EarlyExit(1)), "needs a target of type llama, .*; got 'gpt2'"),
     (lambda t, d: PromptLookup(2, 3), "min_ngram <= max_ngram, got 3 and 2"),
+    (lambda t, d: PromptLookup(2.5), "max_ngram must be an integer, got 2.5"),
+    (lambda t, d: PromptLookup("3"), "max_ngram must be an integer, got '3'"),
+    (lambda t, d: PromptLookup(3, True), "min_ngram must be an integer, got True"),
 ])  # fmt: skip
 @pytest.mark.few(5)
 def test_models_and_options_that_do_not_fit_are_refused(build, message, tiny_pair):
@@ -135,6 +138,10 @@ def test_models_and_options_that_do_not_fit_are_refused(build, message, tiny_pai
     ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
     ({"temperature": -0.5}, "temperature must be .* got -0.5"),
     ({"attention_mask": torch.tensor([[1, 0]])}, r"attention_mask must .* \(left padding\)"),
+    ({"attention_mask": torch.tensor([[-1, 1]])}, r"attention_mask must have zeros .* and ones alone, got -1"),
+    ({"attention_mask": torch.tensor([[0.5, 1]])}, r"attention_mask must have zeros .* and ones alone, got 0.5"),
+    ({"attention_mask": torch.tensor([[torch.nan, 1]])}, r"attention_mask must have zeros .* alone, got nan"),
+    ({"attention_mask": torch.tensor([[1, 2]])}, r"attention_mask must have zeros .* and ones alone, got 2"),
     ({"sequence_ids": torch.tensor([1, 2])}, r"sequence_ids must be a LongTensor \[1\], got torch.int64 \[2\]"),
     ({"sequence_ids": torch.tensor([-1])}, "sequence_ids must be in 0 .. "),
     ({"eos_token_id": 7}, "eos_token_id must be in 0 .. 6, got 7"),

@@ -105,13 +105,17 @@ def test_calibration_asks_each_part_at_its_own_depth(target):
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: Cascade([PromptLookup()], [1]), "at least two drafts"),
+    (lambda: Cascade([PromptLookup()], [1]), r"at least two drafts, got \[PromptLookup\]$"),
+    (lambda: Mixture([tiny_llama(1)]), r"at least two drafts, got \[LlamaForCausalLM\]$"),
+    (lambda: Mixture(tiny_llama(1)), "at least two drafts, got LlamaForCausalLM$"),
     (lambda: Cascade([PromptLookup(), EarlyExit(1)], [1]), "for each of its 2 drafts, got \\[1\\]"),
     (lambda: Cascade([PromptLookup(), EarlyExit(1)], [0, 1]), "at least 1"),
-    (lambda: Mixture([PromptLookup(), EarlyExit(1)], [1, -1]), "weight above 0"),
+    (lambda: Mixture([PromptLookup(), EarlyExit(1)], [1, -1]), r"weight above 0 .* got \[1, -1\]"),
+    (lambda: Mixture([PromptLookup(), EarlyExit(1)], ["a", 1]), "weights must be a number, got 'a'"),
+    (lambda: Mixture([PromptLookup(), EarlyExit(1)], [1, True]), "weights must be a number, got True"),
 ])  # fmt: skip
 def test_what_makes_no_composite_is_refused(make, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         make()
 
 

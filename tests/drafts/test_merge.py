@@ -167,8 +167,8 @@ def test_methods_whose_trees_grow_refuse_a_merge_by_name(method, target, small):
 
 
 def test_what_takes_no_merge_says_so(target, small):
-    with pytest.raises(ValueError, match="Merge needs a list of at least two drafts"):
-        Merge([PromptLookup()])
+    with pytest.raises(ValueError, match=r"Merge needs a list of at least two drafts, got \[LlamaForCausalLM\]$"):
+        Merge([target])
     merge = Merge(small)
     for outer in (Mixture([small[0], merge]), Merge([merge, small[0]]), Cascade([merge, small[0]], [1, 1])):
         with pytest.raises(ValueError, match="a Merge has paths of its own, and is no part of a "):

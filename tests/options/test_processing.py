@@ -87,12 +87,15 @@ def test_what_is_not_asked_for_is_not_done(tiny_pair, monkeypatch):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"repetition_penalty": 0.0}, "repetition_penalty must be a finite number > 0, got 0.0"),
+    ({"repetition_penalty": 0.0}, r"repetition_penalty must be in 1e-30 .. 1e\+30, with .* stay finite, got 0.0"),
+    ({"repetition_penalty": 1e-40}, r"repetition_penalty must be in 1e-30 .. 1e\+30, with .* stay finite, got 1e-40"),
+    ({"repetition_penalty": float("nan")}, "got nan"),
     ({"repetition_penalty": float("inf")}, "got inf"),
     ({"repetition_penalty": "1.2"}, "got '1.2'"),
     ({"min_new_tokens": 5}, r"min_new_tokens must be in 0 .. max_new_tokens = 4, got 5"),
     ({"min_new_tokens": -1}, "min_new_tokens must be in 0 .. .* got -1"),
     ({"min_new_tokens": 1.5}, "min_new_tokens must be an integer, got 1.5"),
+    ({"min_new_tokens": 2, "eos_token_id": range(7)}, "min_new_tokens=2, eos_token_id must leave a token .* all 7"),
     ({"stop_strings": "x"}, "stop_strings need tokenizer="),
     ({"stop_strings": []}, "stop_strings must be one or more strings that are not empty"),
     ({"stop_strings": ["a", ""]}, "stop_strings must be one or more strings that are not empty"),
