@@ -17,7 +17,7 @@ from torch import Tensor
 
 from heavypath.kernels.filter_cuts import cuts_by_sequence, filtered
 from heavypath.kernels.filtering import LEAST, LEAST_TEMPERATURE, Filters, score
-from heavypath.kernels.implementation import choose_impl, operator
+from heavypath.kernels.implementation import choose_impl, in_rows, operator
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.step_kernels import kernels_by
 
@@ -105,7 +105,8 @@ def _scores_kernel(
 def launch(logits: Tensor, settings: Tensor) -> Tensor:
     """Compute the scores by two launches: the cuts of all rows, then the scores of the kept tokens."""
     batch, count, vocab_size = logits.shape
-    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    logits = in_rows(logits)
+    settings = in_rows(settings)
     scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if scores.numel() == 0:
         return scores

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
+from heavypath.kernels.implementation import in_rows
 from heavypath.kernels.native.library import compiled, thread_count
 from heavypath.kernels.native.recording import Arguments, fields, launch
 from heavypath.kernels.noise import Noise
@@ -84,6 +85,7 @@ def sequence_scores(logits: Tensor, settings: Tensor) -> Tensor:
     logits = logits.detach().float()
     if logits.stride(2) != 1:
         logits = logits.contiguous()
+    settings = in_rows(settings)
     scores = torch.empty(logits.shape, dtype=torch.float32, device="cpu")
     call = _SequenceScores(
         logits, *logits.shape, logits.stride(0), logits.stride(1), settings, settings.stride(0), scores, thread_count()

@@ -8,6 +8,7 @@ import torch
 from devices import DEVICE, PLACES, run_on
 from kernel_cases import NATIVE, needs_compiler
 
+from heavypath.kernels.filter_cuts import cuts_by_sequence
 from heavypath.kernels.filtering import Filters, filtered_scores
 from heavypath.kernels.native.recording import recorded
 from heavypath.kernels.sequence_scores import sequence_scores, settings_of
@@ -70,16 +71,34 @@ def test_rows_apart_and_rows_that_are_no_distributions(impl):
     assert found[:, 2].isnan().any(-1).all()
 
 
+@IMPLS
+def test_settings_may_lie_in_columns(impl):
+    """As they do if a tensor was made for each setting, [4, B], and transposed."""
+    settings = of_sequences(impl)[1]
+    columns = settings.T.contiguous().T
+    assert columns.stride() == (1, len(settings))
+    logits = logits_with_ties(33, len(settings))
+    assert torch.equal(scores_by(impl, logits, columns), sequence_scores(logits, settings, impl="torch"))
+
+
+def test_cuts_of_settings_in_columns_are_those_of_rows():
+    settings = of_sequences("triton")[1].to(DEVICE)
+    logits = logits_with_ties(33, len(settings)).to(DEVICE)
+    (in_columns, _), (in_rows, _) = (cuts_by_sequence(logits, each) for each in (settings.T.contiguous().T, settings))
+    assert all(map(torch.equal, in_columns, in_rows))
+
+
 @needs_compiler
 def test_a_recording_reads_settings_when_it_is_replayed():
-    logits, settings = logits_with_ties(33, 1), SETTINGS[:1].clone()
-    with recorded() as recording:
-        scores = sequence_scores(logits, settings)
-    assert recording.obstacle is None
-    for each in SETTINGS:
-        settings.copy_(each[None])
-        recording.replay()
-        assert torch.equal(scores, sequence_scores(logits, each[None]))
+    logits, rows = logits_with_ties(33, 1), SETTINGS[:1].clone()
+    for settings in (rows, rows.repeat(1, 2)[:, ::2]):  # the second is copied
+        with recorded() as recording:
+            scores = sequence_scores(logits, settings)
+        assert recording.obstacle is None
+        for each in SETTINGS:
+            settings.copy_(each[None])
+            recording.replay()
+            assert torch.equal(scores, sequence_scores(logits, each[None]))
 
 
 def test_scores_are_right_in_any_schedule(adversary):
