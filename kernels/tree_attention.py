@@ -152,6 +152,7 @@ def visible_attention(
         names = {"window": window, "softcap": softcap, "scale": scale}
         wrong = next(name for name, option in names.items() if option is not None and not option > 0)
         raise ValueError(f"{wrong} must be above 0, or None, got {names[wrong]}")
+    softcap = None if softcap is None else float(softcap)  # an int is compiled as a variant of its own
     masks = None
     if not lengths is subtree_end is ancestors is first_row is None:
         given = (lengths, subtree_end, ancestors, first_row, counts)

@@ -56,14 +56,15 @@ variant.Launch.__call__ = checked
 draw = random.Random(0)
 
 def call(
-    batch, rows, spare, shift, heads, group, nodes, dim, dtype, how, of_lengths, ends_dtype, window, softcap, padded
+    batch, rows, spare, shift, heads, group, nodes, dim, dtype, how, of_lengths, ends_dtype, window, capped, padded
 ):
     query = torch.empty(batch * nodes * heads * group * dim + shift, dtype=dtype)[shift:]  # aligned without a shift
     query = query.view(batch, nodes, heads * group, dim).transpose(1, 2)
     key, value = torch.empty(2, batch, heads, rows + nodes + spare, dim, dtype=dtype)[:, :, :, : rows + nodes]
     lengths = {None: rows, False: torch.tensor(rows), True: torch.tensor([0, rows] * batch)[1::2]}[of_lengths]
     first_row = torch.zeros(batch + 1, dtype=torch.long)[1:] if padded else None
-    options = {"first_row": first_row, "window": window, "softcap": softcap, "scale": draw.choice([None, 1, 0.5])}
+    options = {"first_row": first_row, "window": window, "scale": draw.choice([None, 1, 0.5])}
+    options["softcap"] = draw.choice([30, 5.0]) if capped else None
     ends = torch.full((nodes + 1,), nodes, dtype=ends_dtype)[1:]
     mask = torch.ones(nodes, nodes).tril().bool()
     if how == "chain":
@@ -82,7 +83,7 @@ with all_on_gpu(), torch.inference_mode():
             "dim": draw.choice([16, 40, 128]), "dtype": draw.choice([torch.bfloat16, torch.float32]),
             "how": draw.choice(["chain", "chain", "ends", "ends of each", "mask", "mask of each"]),
             "of_lengths": draw.choice([None, False, True]), "ends_dtype": draw.choice([torch.long, torch.int32]),
-            "window": draw.choice([None, 1, 16]), "softcap": draw.choice([None, 5.0]), "padded": draw.random() < 0.5,
+            "window": draw.choice([None, 1, 16]), "capped": draw.random() < 0.5, "padded": draw.random() < 0.5,
         }
         for _ in range(8):
             shape = draw.choice([1, 2]), draw.choice([1, 15, 16, 300]), draw.choice([0, 0, 7])

@@ -244,6 +244,21 @@ def test_nothing_to_do(impl, batch, heads, nodes):
     assert tree_attention(*tensors, **options).shape == tensors[0].shape
 
 
+def test_the_kernel_gets_a_soft_cap_as_a_float(monkeypatch):
+    """It is compiled for the types of its arguments, and launched again without a look at them."""
+    numbers, attend = [], launch.Launch.__call__
+
+    def noted(self, stream, varying):
+        numbers.append([(type(each), each) for each in varying if isinstance(each, int | float)])
+        attend(self, stream, varying)
+
+    monkeypatch.setattr(launch.Launch, "__call__", noted)
+    tensors = inputs(1, 4, 2, 9, 30, 16)
+    options = {"prefix_length": 20, "subtree_end": torch.full((9,), 9, device=DEVICE), "impl": "triton"}
+    assert torch.equal(*(tree_attention(*tensors, **options, softcap=softcap) for softcap in (30, 30.0)))
+    assert numbers[0] == numbers[1] == [(int, 20), (float, 0.25), (float, 30.0)]
+
+
 @IMPLS
 def test_memory_layouts(impl):
     """Transposed queries, slices of a larger cache, and strides that no 16-byte load can follow."""
