@@ -34,7 +34,6 @@ from heavypath.kernels.filtering import (
     softmax_scale,
     sum_of_products,
 )
-from heavypath.kernels.implementation import in_rows
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.sharing import (
     LOOKS,
@@ -426,7 +425,7 @@ def cuts_by_sequence(logits: Tensor, settings: Tensor) -> tuple[Cuts, Tensor]:
 
     Returns the cuts, and the rows' largest logits fp32 [B * N], NaN for a row with NaN or +inf.
     """
-    return _launched(logits, in_rows(settings), 1.0, 1, 0.0, 0.0)
+    return _launched(logits, settings, 1.0, 1, 0.0, 0.0)
 
 
 def _launched(
