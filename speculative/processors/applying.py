@@ -1,7 +1,6 @@
 """Apply a list of processors to the logits of several sequences, and check each processor's result."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +9,7 @@ from torch import Tensor
 from heavypath.speculative.processors.grammar import masked
 from heavypath.speculative.processors.kinds import BATCHED, WARPERS, Processor, name_of
 from heavypath.speculative.processors.matching import GrammarText, Path
-from heavypath.speculative.processors.watched import WatchedCallable
-
-Change = Callable[[], object]  # repeats a call that changed a processor's state, and keeps the changed state
+from heavypath.speculative.processors.watched import Change, WatchedCallable
 
 
 class AskedText(NamedTuple):
@@ -98,8 +95,7 @@ def _call_for_row(
         return _answer(processor, ids.clone(), scores.clone())
     answer, changed = processor.ask(ids.clone(), scores.clone())
     if changed and note:
-        again = partial(processor.keep, ids.clone(), scores.clone())
-        rows[row].changes.append(again)
+        rows[row].changes.append(Change(processor, ids.clone(), scores.clone()))
     return _checked(answer, processor.processor, scores)
 
 

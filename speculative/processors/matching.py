@@ -31,12 +31,12 @@ class GrammarText:
         self._words.clear()
         if self._ended:
             return
-        read, self._ended = before_end(new, self._ends)
+        read, ended = before_end(new, self._ends)
         if not self._go_to(tuple(read)):
             raise ValueError(
                 f"the tokens {list(new)} are not of the sequence's grammar: another processor has allowed them"
             )
-        self._at = ()
+        self._at, self._ended = (), ended
 
     def words_after(self, path: Path) -> Tensor:
         """The tokens that may follow a node of this step, one bit each: IntTensor[ceil(V / 32)].

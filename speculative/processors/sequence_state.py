@@ -57,13 +57,13 @@ class SequenceState:
         return torch.cat([self.ids.expand(len(paths), -1), drafted], 1)
 
     def advance(self, new: list[int]) -> None:
-        """Append the new tokens of a step."""
-        self.ids = torch.cat([self.ids, self.ids.new_tensor(new)])
-        self.produced += len(new)
-        self.steps += 1
+        """Append the new tokens of a step. Raises ValueError, again in each call, if a grammar does not allow them."""
         for processor in self.processors:
             if isinstance(processor, GrammarText):
                 processor.advance(new)
+        self.ids = torch.cat([self.ids, self.ids.new_tensor(new)])
+        self.produced += len(new)
+        self.steps += 1
 
 
 def _kind_of(processor: "Processor | GrammarText | WatchedCallable") -> object:

@@ -18,12 +18,12 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 from heavypath.kernels.nodes import Verified
 from heavypath.speculative.drafts.changes import LogitChange
 from heavypath.speculative.drafts.draft import Draft, Feed
-from heavypath.speculative.processors.applying import AskedText, Change, applied
+from heavypath.speculative.processors.applying import AskedText, applied
 from heavypath.speculative.processors.grammar import Grammar, GrammarProcessor
 from heavypath.speculative.processors.kinds import STATELESS, Processor
 from heavypath.speculative.processors.matching import GrammarText, Path
 from heavypath.speculative.processors.sequence_state import SequenceState, names_of
-from heavypath.speculative.processors.watched import WatchedCallable, WatchedOnes, is_promised
+from heavypath.speculative.processors.watched import Change, WatchedCallable, WatchedOnes, is_promised, keep_all
 
 if TYPE_CHECKING:
     from heavypath.speculative.decoding.request import Request
@@ -186,16 +186,15 @@ class StepProcessors(LogitChange):
     def after_verifying(self, verified: Verified) -> None:
         """Repeat, for accepted nodes, the calls that change a processor's state.
 
-        Raises ValueError if a token was sampled after a node after which processors had excluded all tokens.
+        If this raises, all states are those before the step, which is not committed and may be repeated.
+
+        Raises ValueError if a token was sampled after a node after which processors had excluded all tokens, and any
+        error of a repeated call.
         """
         if not self._dead and not self._changes:
             return
         paths = verified.path.tolist()
         lengths = verified.length.tolist()
-        for (slot, node), changes in self._changes.items():
-            if node in paths[slot][: lengths[slot] + 1]:
-                for make_again in changes:
-                    make_again()
         for slot, node in self._dead:
             sequence = self._sequences[slot]
             depth = paths[slot].index(node) if node in paths[slot][: lengths[slot] + 1] else None
@@ -206,6 +205,8 @@ class StepProcessors(LogitChange):
                     f"the logits processors {names} leave no token after the {count} new tokens of a sequence: they "
                     "exclude the whole vocabulary; remove one of them, or let it exclude fewer tokens"
                 )
+        accepted = [self._changes[key] for key in self._changes if key[1] in paths[key[0]][: lengths[key[0]] + 1]]
+        keep_all([change for changes in accepted for change in changes])
 
     def _processed(
         self, logits: Tensor, paths: PathsOf, *, of_target: bool

@@ -11,11 +11,16 @@ by the target's logits, the path to the node and the state. It does not depend o
 
 If a part of the state cannot be read, nothing is drafted: the callable is called once for each token, with the target's
 logits.
+
+A step of a service that fails for one sequence is repeated for the others. So a call that raises changes no state, the
+changes of a step are kept all or not at all, and a call that cannot be undone is not repeated: its result is kept.
 """
 
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers.utils import logging
 
@@ -65,6 +70,23 @@ class Shared:
         if self._changes == TOLD_AFTER:
             tell(self.kept, "it changes when it is called")
 
+    def moment(self) -> "Moment":
+        """The state that the object has now, for `go_back`."""
+        return Moment(self.now, self._before, self._owner)
+
+    def go_back(self, moment: "Moment") -> None:
+        """Give the object the state of an earlier moment."""
+        self.now, self._before, self._owner = moment
+        self.now.put_back()
+
+
+class Moment(NamedTuple):
+    """What a `Shared` holds at one moment: the copies of states, and the sequence whose state is `now`."""
+
+    now: KeptState
+    before: KeptState | None
+    owner: "WatchedCallable | None"
+
 
 class WatchedCallable:
     """A user's callable, as one sequence uses it: each call finds the state that this sequence's calls have left.
@@ -78,6 +100,8 @@ class WatchedCallable:
         self.processor = processor
         self.shared = shared
         self.own: KeptState | None = None
+        self._last: tuple[Tensor, Any] | None = None  # input_ids and result of the last call, if state cannot be read
+        self._error: Exception | None = None  # which a call has raised, if state cannot be read
 
     @property
     def unseen(self) -> str:
@@ -87,13 +111,25 @@ class WatchedCallable:
     def ask(self, ids: Tensor, scores: Tensor | None, *, keeps: bool = False) -> tuple[Any, bool]:
         """Call the callable, and undo a change of its state, or keep it for this sequence if `keeps`.
 
-        Returns the result, and whether the state had changed. A state that cannot be read counts as unchanged.
+        Returns the result, and whether the state had changed. A state that cannot be read counts as unchanged; a second
+        call for the same tokens gives the first one's result or error, because it belongs to a repeated step.
         """
         if self.unseen:
-            answer = self.processor(ids, scores)
-            return answer, False
+            if self._error is None and (self._last is None or not torch.equal(self._last[0], ids)):
+                try:
+                    self._last = ids.clone(), self.processor(ids, scores)
+                except Exception as error:
+                    self._error = error
+            if self._error is not None:
+                raise self._error
+            assert self._last is not None
+            return self._last[1], False
         state = self.shared.enter(self)
-        answer = self.processor(ids, scores)
+        try:
+            answer = self.processor(ids, scores)
+        except BaseException:
+            state.put_back()
+            raise
         changed = state.has_changed()
         if changed:
             if keeps:
@@ -106,6 +142,30 @@ class WatchedCallable:
         """Call the callable, and keep a change of its state for this sequence. Returns the result."""
         answer, _ = self.ask(ids, scores, keeps=True)
         return answer
+
+
+class Change(NamedTuple):
+    """A call that changed a callable's state, to be repeated if its node is accepted.
+
+    ids: LongTensor[1, T'], scores: fp32 [1, V], the arguments
+    """
+
+    watched: WatchedCallable
+    ids: Tensor
+    scores: Tensor
+
+
+def keep_all(changes: Sequence[Change]) -> None:
+    """Repeat calls, in order, and keep their changes of state. If one raises, no change is kept: all are undone."""
+    before = [(each.watched, each.watched.own, each.watched.shared.moment()) for each in changes]
+    try:
+        for watched, ids, scores in changes:
+            watched.keep(ids, scores)
+    except BaseException:
+        for watched, own, moment in before:
+            watched.own = own
+            watched.shared.go_back(moment)
+        raise
 
 
 class WatchedOnes:
