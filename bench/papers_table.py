@@ -35,7 +35,9 @@ def by_cell(found: Row) -> Named:
 
 
 def by_group(found: Row) -> Named:
-    yield from found["ahead"].items()
+    """The unit of the groups' names, levels or nodes, is said once."""
+    for place, (name, value) in enumerate(found["ahead"].items()):
+        yield name.split()[0] if place else name, value
 
 
 LARGER: dict[str, tuple[str, str, Callable[[Row], Named]]] = {  # by part: what it repeats, and its rule
