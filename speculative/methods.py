@@ -397,8 +397,7 @@ def asked_row(method: str, options: Mapping[str, Any]) -> Method:
     row = row_of(method, verifier if isinstance(verifier, str) else None)
     limits = {name: options[name] for name in ("epsilon", "delta") if options.get(name) is not None}
     if limits and row.verification != "typical":
-        are = "are options" if len(limits) > 1 else "is an option"
-        raise ValueError(f"{' and '.join(limits)} {are} of typical acceptance, method 'typical-lossy'")
+        raise ValueError(f"only typical acceptance, method 'typical-lossy', takes {' and '.join(limits)}")
     draft_filters_of(options, Filters()).check("draft_")
     own = row.verifier if verifier is None or isinstance(verifier, str) else verifier
     if own is None and row.verification == "typical":

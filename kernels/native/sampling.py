@@ -82,9 +82,7 @@ def draw(
 
 def sequence_scores(logits: Tensor, settings: Tensor) -> Tensor:
     """Return scores fp32 [B, N, V] of logits [B, N, V] and settings fp64 [B, 4], as `kernels.sequence_scores`."""
-    logits = logits.detach().float()
-    if logits.stride(2) != 1:
-        logits = logits.contiguous()
+    logits = in_rows(logits.detach().float())
     settings = in_rows(settings)
     scores = torch.empty(logits.shape, dtype=torch.float32, device="cpu")
     call = _SequenceScores(

@@ -11,6 +11,7 @@ and MinNewTokensLengthLogitsProcessor do the same for one sequence. Left padding
 not changed: verification is exact for any draft.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,9 @@ from torch import Tensor
 from heavypath.speculative.decoding.drafted import Drafted
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.changes import LogitChange
+
+_LEAST_PENALTY = 1e-30  # logits up to 1e8 stay finite in fp32 when they are divided by it
+_MOST_PENALTY = 1e30
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,21 @@ class Processing(LogitChange):
 
     repetition_penalty: float
     min_new_tokens: int
+
+    @classmethod
+    def of(cls, repetition_penalty: float, min_new_tokens: int, eos: Sequence[int], vocab_size: int) -> "Processing":
+        """Return a checked `Processing`; ValueError if no logit would stay finite. eos: the end-of-sequence tokens."""
+        if not _LEAST_PENALTY <= repetition_penalty <= _MOST_PENALTY:
+            raise ValueError(
+                f"repetition_penalty must be in {_LEAST_PENALTY} .. {_MOST_PENALTY}, with which logits stay finite, "
+                f"got {repetition_penalty!r}"
+            )
+        if min_new_tokens > 0 and len({*eos}) == vocab_size:
+            raise ValueError(
+                f"with min_new_tokens={min_new_tokens}, eos_token_id must leave a token to begin with, got all "
+                f"{vocab_size} tokens of the vocabulary; give fewer of them, or leave out min_new_tokens"
+            )
+        return cls(repetition_penalty, min_new_tokens)
 
     def before_verifying(self, logits: Tensor, drafted: Drafted, state: Sequences) -> Tensor:
         """Return the target's logits [B, N, V] after each node, with penalty and minimum applied.

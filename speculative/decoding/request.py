@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from heavypath.speculative.processors.stopping import Stopping
 
 
-_LEAST_PENALTY = 1e-30  # logits up to 1e8 stay finite in fp32 when they are divided by it
-_MOST_PENALTY = 1e30
-
-
 @dataclass(frozen=True)
 class Request:
     """The checked arguments of a call of `generate`: prompts without left padding, and how to continue them.
@@ -202,23 +198,13 @@ def _processing(
 ) -> "Processing | None":
     """Return repetition penalty and min_new_tokens as a `Processing`; None if they change nothing."""
     repetition_penalty = real("repetition_penalty", settings["repetition_penalty"])
-    if not _LEAST_PENALTY <= repetition_penalty <= _MOST_PENALTY:
-        raise ValueError(
-            f"repetition_penalty must be in {_LEAST_PENALTY} .. {_MOST_PENALTY}, with which logits stay finite, got "
-            f"{repetition_penalty!r}"
-        )
     min_new_tokens = whole("min_new_tokens", settings["min_new_tokens"])
     if not 0 <= min_new_tokens <= max_new_tokens:
         raise ValueError(f"min_new_tokens must be in 0 .. max_new_tokens = {max_new_tokens}, got {min_new_tokens}")
-    if min_new_tokens and len({*eos}) == vocab_size:
-        raise ValueError(
-            f"with min_new_tokens={min_new_tokens}, eos_token_id must leave a token to begin with, got all "
-            f"{vocab_size} tokens of the vocabulary; give fewer of them, or leave out min_new_tokens"
-        )
     early = min_new_tokens if eos else 0
     if repetition_penalty == 1 and early < 1:
         return None
-    return load("Processing")(float(repetition_penalty), early)
+    return load("Processing").of(float(repetition_penalty), early, eos, vocab_size)
 
 
 def _check_tokens(input_ids: object, model_inputs: object, target: Forward) -> None:
@@ -258,9 +244,8 @@ def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         return torch.full_like(input_ids[:, 0], input_ids.shape[1])
     if not isinstance(attention_mask, Tensor):
         raise TypeError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}")
-    given = attention_mask.to(input_ids.device)
-    mask = given.ne(0).to(input_ids.dtype)
-    wrong = given[given != mask]
+    mask = attention_mask.ne(0).to(input_ids)
+    wrong = attention_mask[attention_mask.ne(0) != attention_mask]
     if len(wrong):
         raise ValueError(f"attention_mask must have zeros (left padding) and ones alone, got {wrong[0].item()}")
     if mask.shape != input_ids.shape or (mask.diff(dim=1) < 0).any() or not mask[:, -1].all():

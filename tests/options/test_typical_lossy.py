@@ -129,9 +129,9 @@ def test_the_command_line_says_it_too(heavypath):
 
 def test_limits_are_options_of_this_method_alone(tiny_pair):
     for method in LOSSLESS_METHODS:
-        with pytest.raises(ValueError, match="epsilon and delta are options of typical acceptance, method 'typical-l"):
+        with pytest.raises(ValueError, match=r"typical acceptance, method 'typical-lossy', takes epsilon and delta$"):
             SpeculativeDecoder(*tiny_pair, method, epsilon=0.1, delta=0.3)
-    with pytest.raises(ValueError, match="epsilon is an option of typical acceptance"):
+    with pytest.raises(ValueError, match=r"only typical acceptance, .* takes epsilon$"):
         SpeculativeDecoder(*tiny_pair, epsilon=0.1)
     with pytest.raises(ValueError, match=r"epsilon must be in \[0, 1\], got 2"):
         SpeculativeDecoder(*tiny_pair, "typical-lossy", epsilon=2)
