@@ -8,7 +8,6 @@ import torch
 from devices import DEVICE, PLACES, run_on
 from kernel_cases import NATIVE, needs_compiler
 
-from heavypath.kernels.filter_cuts import cuts_by_sequence
 from heavypath.kernels.filtering import Filters, filtered_scores
 from heavypath.kernels.native.recording import recorded
 from heavypath.kernels.sequence_scores import sequence_scores, settings_of
@@ -79,13 +78,6 @@ def test_settings_may_lie_in_columns(impl):
     assert columns.stride() == (1, len(settings))
     logits = logits_with_ties(33, len(settings))
     assert torch.equal(scores_by(impl, logits, columns), sequence_scores(logits, settings, impl="torch"))
-
-
-def test_cuts_of_settings_in_columns_are_those_of_rows():
-    settings = of_sequences("triton")[1].to(DEVICE)
-    logits = logits_with_ties(33, len(settings)).to(DEVICE)
-    (in_columns, _), (in_rows, _) = (cuts_by_sequence(logits, each) for each in (settings.T.contiguous().T, settings))
-    assert all(map(torch.equal, in_columns, in_rows))
 
 
 @needs_compiler
