@@ -2,18 +2,22 @@
 
 A callable keeps state in its attributes, in containers, tensors and objects below them, in closure cells, in default
 arguments, in attributes of its classes, and in global variables that its code names. `KeptState` copies all of these
-at one moment. Library code is not searched. Models and tokenizers are assumed not to change.
+at one moment.
 
-Some state cannot be read: iterators and generators, objects of compiled code, the clock, and global random number
-generators. `KeptState.unseen` names one such thing, if there is any.
+Library code is not searched. A library's modules and classes, models and tokenizers are assumed not to change, except
+for attributes that the callable's code sets, and for containers in attributes that it names. These are copied, too.
+
+Some state cannot be read: iterators and generators, objects of compiled code, the clock, global random number
+generators, files, other programs, and variables that code sets without writing their names (see `names_in_code`).
+`KeptState.unseen` names one such thing, if there is any.
 """
 
 import datetime
 import decimal
 import enum
 import functools
+import inspect
 import logging
-import operator
 import random
 import re
 import sys
@@ -21,7 +25,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, MutableMapping, MutableSequence, MutableSet
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -30,10 +34,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from heavypath.speculative.processors.contents import (
+    CONTAINERS,
+    PLAIN,
+    attributes,
+    class_attributes,
+    contents_of,
+    same,
+    set_attributes,
+    set_class_attributes,
+    set_contents,
+    set_tensor,
+    slots_of,
+)
+from heavypath.speculative.processors.names_in_code import is_elsewhere, kept_elsewhere, names_in
+
 MOST_PLACES = 20_000  # objects and variables that are copied
 MOST_NUMBERS = 1 << 24  # elements of all tensors and arrays that are copied
 
-_PLAIN = {int, float, complex, bool, str, bytes, type(None), range, slice, type(...), type(NotImplemented)}
 _FIXED = (
     enum.Enum,
     re.Pattern,
@@ -62,6 +80,7 @@ _FIXED = (
     types.ClassMethodDescriptorType,
     types.GenericAlias,
 )
+_WITH_ATTRIBUTES = (PreTrainedModel, PreTrainedTokenizerBase, logging.Logger, enum.Enum)  # of `_FIXED`
 _LIBRARIES = {"torch", "numpy", "transformers", "tokenizers", "heavypath", "safetensors", "huggingface_hub"}
 _LIBRARIES |= sys.stdlib_module_names - {"__main__"}
 _FIXED_OF = {"torch", "numpy", "tokenizers", "heavypath", "typing"}  # their objects do not change, except nn.Modules
@@ -91,6 +110,7 @@ _RANDOM = {
     "gumbel_softmax",
 }
 _CACHE = type(functools.lru_cache(lambda: None))
+_CONTAINER = MutableMapping | MutableSequence | MutableSet | deque
 _NOTHING = object()
 
 
@@ -109,6 +129,17 @@ class _Copy(NamedTuple):
     saved: Any
 
 
+class _Outside(NamedTuple):
+    """An object of a library, or a module, of which only what the code names is copied.
+
+    looked: names whose values have been looked at; copied: names that have been copied
+    """
+
+    thing: Any
+    looked: set[str]
+    copied: set[str]
+
+
 class KeptState:
     """A copy of the state that a callable had when this object was made.
 
@@ -124,20 +155,25 @@ class KeptState:
         self._numbers = 0
         self._known: dict[int, object] = {}
         self._names: set[str] = set()
+        self._stored: set[str] = set()  # names of attributes that some code sets
+        self._outside: dict[int, _Outside] = {}
         self._waiting: dict[str, list[object]] = {}  # name -> methods; visited when some code uses the name
         self._left: list[object] = [kept]
         self._package = _package_of(kept)
-        while self._left and not self.may_differ:
-            self._visit(self._left.pop())
+        while not self.may_differ:
+            if self._left:
+                self._visit(self._left.pop())
+            elif not self._looks_outside():
+                break
 
     def has_changed(self) -> bool:
         """Whether the callable's state now differs from the copy, in the parts that can be read."""
-        return not all(_same(copy.saved, copy.read(copy.thing)) for copy in self._copies)
+        return not all(same(copy.saved, copy.read(copy.thing)) for copy in self._copies)
 
     def put_back(self) -> None:
         """Restore the callable's state from the copy."""
         for copy in self._copies:
-            if not _same(copy.saved, copy.read(copy.thing)):
+            if not same(copy.saved, copy.read(copy.thing)):
                 copy.write(copy.thing, copy.saved)
 
     def _is_library(self, module: str | None) -> bool:
@@ -159,23 +195,26 @@ class KeptState:
             self.may_differ = may_differ
 
     def _push(self, things: Iterable[object]) -> None:
-        self._left += [thing for thing in things if type(thing) not in _PLAIN]
+        self._left += [thing for thing in things if type(thing) not in PLAIN]
 
     def _visit(self, thing: Any) -> None:
-        if type(thing) in _PLAIN or id(thing) in self._known or isinstance(thing, _FIXED):
+        if type(thing) in PLAIN or id(thing) in self._known or isinstance(thing, _FIXED):
+            if isinstance(thing, _WITH_ATTRIBUTES):
+                self._note_outside(thing)
             return
         self._known[id(thing)] = thing
         if isinstance(thing, types.ModuleType):
-            self._look_at_time(thing.__name__)
+            self._look_at(thing.__name__)
+            self._note_outside(thing)
         elif isinstance(thing, type):
             self._visit_class(thing)
         elif isinstance(thing, types.FunctionType):
             self._visit_function(thing)
         elif isinstance(thing, types.BuiltinFunctionType):
-            self._look_at_time(getattr(thing, "__module__", None) or "")
+            self._look_at(getattr(thing, "__module__", None) or "")
             self._push([] if isinstance(thing.__self__, types.ModuleType) else [thing.__self__])
         elif isinstance(thing, types.CellType):
-            self._push(self._note(thing, _contents, _fill))
+            self._push(self._note(thing, contents_of, set_contents))
         elif isinstance(thing, Tensor | np.ndarray):
             self._visit_numbers(thing)
         elif isinstance(thing, torch.Generator):
@@ -184,6 +223,8 @@ class KeptState:
             self._stop(f"it has a {type(thing).__name__} of NumPy")
         elif type(thing) is random.Random:
             self._note(thing, lambda own: own.getstate(), lambda own, saved: own.setstate(saved))
+        elif isinstance(thing, _CACHE):
+            self._visit_cache(thing)
         elif (inner := _inner(thing)) is not None:
             self._push(inner)
         elif hasattr(thing, "__next__"):
@@ -191,49 +232,118 @@ class KeptState:
         else:
             self._visit_object(thing)
 
-    def _look_at_time(self, module: str) -> None:
+    def _look_at(self, module: str) -> None:
         if module.partition(".")[0] in _CLOCKS:
             self._stop(f"it reads the {module} module", may_differ=False)
+        elif is_elsewhere(module):
+            self._stop(f"it uses the {module} module")
+
+    def _note_outside(self, thing: Any) -> None:
+        self._outside.setdefault(id(thing), _Outside(thing, set(), set()))
+
+    def _looks_outside(self) -> bool:
+        """Look at what the code names in objects of libraries and in modules. Returns whether more is to visit."""
+        for thing, looked, copied in [*self._outside.values()]:
+            is_own = isinstance(thing, types.ModuleType) and not self._is_library(thing.__name__)
+            written = (self._names if is_own else self._stored) - copied
+            copied |= written
+            values = self._copy_names(thing, sorted(written)) if written else []
+            inner = vars(thing)
+            names = self._names - looked
+            looked |= names
+            values += [inner[name] for name in names if name in inner]
+            if isinstance(thing, torch.nn.Module):
+                every = isinstance(thing, torch.nn.ModuleList | torch.nn.ModuleDict | torch.nn.Sequential)
+                values += [each for name, each in thing.named_children() if every or name in names]
+            for value in values:
+                self._visit_within(thing, value, is_own)
+        return bool(self._left) or any(self._names - each.looked for each in self._outside.values())
+
+    def _visit_within(self, thing: Any, value: Any, is_own: bool) -> None:
+        """Visit a value found in an object of a library, or in a module. is_own: whether this is a user's module."""
+        if isinstance(value, types.ModuleType) and not is_own:
+            if value.__name__.partition(".")[0] == (getattr(thing, "__name__", "")).partition(".")[0]:
+                self._push([value])
+        elif (
+            is_own
+            or isinstance(value, _CONTAINER)
+            or (isinstance(value, type | types.FunctionType) and not self._is_library(value.__module__))
+        ):
+            self._push([value])
+        elif isinstance(value, types.FunctionType):
+            return
+        elif isinstance(value, type) or isinstance(getattr(value, "__dict__", None), dict):
+            is_fixed = isinstance(value, type | torch.nn.Module) or self._is_library(type(value).__module__)
+            self._note_outside(value) if is_fixed else self._push([value])
+
+    def _visit_cache(self, cache: Any) -> None:
+        """Visit a function with a `functools.lru_cache`. Without arguments, its one result may be a store of state."""
+        inner = cache.__wrapped__
+        self._push([inner])
+        takes_none = isinstance(inner, types.FunctionType) and not inspect.signature(inner).parameters
+        if takes_none and self._note(cache, lambda own: own.cache_info().currsize, lambda own, _: own.cache_clear()):
+            self._push([cache()])
 
     def _visit_function(self, function: types.FunctionType) -> None:
         self._push([*(function.__closure__ or ()), *(function.__defaults__ or ())])
         self._push((function.__kwdefaults__ or {}).values())
+        self._look_at(function.__module__ or "")
         is_library = self._is_library(function.__module__)
         if function.__dict__ or not is_library:
-            self._push(self._note(function, _attributes, _set_attributes).values())
+            self._push(self._note(function, attributes, set_attributes).values())
         if is_library:
             return
-        names = _names_of(function.__code__)
+        every = function.__globals__
+        found = names_in(function.__code__, every.get("__package__") or "")
+        names = found.every
         if names & _RANDOM and "manual_seed" not in names:
             self._stop("it draws random numbers", may_differ=False)
+        if name := kept_elsewhere(found, every):
+            self._stop(f"its code names {name}")
         for name in names - self._names:
             self._push(self._waiting.pop(name, ()))
         self._names |= names
-        every = function.__globals__
-        of_globals = sorted(name for name in names if name in every)
-        self._visit_names(every, of_globals)
-        for value in [every[name] for name in of_globals]:
-            if isinstance(value, types.ModuleType) and not self._is_library(value.__name__):
-                self._visit_names(vars(value), sorted(name for name in names if name in vars(value)))
+        self._stored |= found.stored
+        self._push(self._copy_names(function, sorted(name for name in names if name in every)))
+        for module in found.modules:
+            if module in sys.modules:
+                self._push([sys.modules[module], sys.modules[module.partition(".")[0]]])
+            elif not self._is_library(module):
+                self._stop(f"it imports {module} when it is called")
 
-    def _visit_names(self, variables: dict[str, Any], names: list[str]) -> None:
-        def read(own: dict[str, Any]) -> dict[str, Any]:
-            return {name: own[name] for name in names if name in own}
+    def _copy_names(self, thing: Any, names: list[str]) -> list[Any]:
+        """Copy some attributes of an object, whether it has them or not; those of a function are global variables.
 
-        def write(own: dict[str, Any], saved: dict[str, Any]) -> None:
+        Returns the values that it has.
+        """
+        variables = thing.__globals__ if isinstance(thing, types.FunctionType) else vars(thing)
+
+        def read(own: Any) -> dict[str, Any]:
+            return {name: variables[name] for name in names if name in variables}
+
+        def write(own: Any, saved: dict[str, Any]) -> None:
             for name in names:
-                own.pop(name, None)
-            own.update(saved)
+                value = saved.get(name, _NOTHING)
+                if value is variables.get(name, _NOTHING):
+                    continue
+                if isinstance(own, type):
+                    delattr(own, name) if value is _NOTHING else setattr(own, name, value)
+                elif value is _NOTHING:
+                    del variables[name]
+                else:
+                    variables[name] = value
 
-        self._push(self._note(variables, read, write).values())
+        return [*self._note(thing, read, write).values()]
 
     def _visit_class(self, kind: type) -> None:
-        self._look_at_time(kind.__module__ or "")
+        self._look_at(kind.__module__ or "")
+        if self._is_library(kind.__module__):
+            self._note_outside(kind)
         for base in kind.__mro__:
             if self._is_library(base.__module__) or (base is not kind and id(base) in self._known):
                 continue
             self._known[id(base)] = base
-            self._push(self._note(base, _class_attributes, _set_class_attributes).values())
+            self._push(self._note(base, class_attributes, set_class_attributes).values())
             for name, value in vars(base).items():
                 if isinstance(value, types.FunctionType | staticmethod | classmethod | property):
                     if name in self._names or (name[:2] == "__" and name != "__init__"):
@@ -246,7 +356,7 @@ class KeptState:
         if self._numbers > MOST_NUMBERS or (isinstance(thing, np.ndarray) and thing.dtype.hasobject):
             self._stop("it keeps more than can be compared in each step")
         elif isinstance(thing, Tensor):
-            self._note(thing, lambda own: own.detach().clone(), _set_tensor)
+            self._note(thing, lambda own: own.detach().clone(), set_tensor)
         else:
             self._note(thing, lambda own: own.copy(), lambda own, saved: np.copyto(own, saved))
 
@@ -254,94 +364,19 @@ class KeptState:
         kind = type(thing)
         package = (kind.__module__ or "").partition(".")[0]
         if package in _FIXED_OF and not isinstance(thing, torch.nn.Module):
+            if isinstance(getattr(thing, "__dict__", None), dict):
+                self._note_outside(thing)
             return
-        container = next((each for each in _CONTAINERS if isinstance(thing, each)), None)
+        container = next((each for each in CONTAINERS if isinstance(thing, each)), None)
         if container is None and _has_hidden_memory(kind):
             self._stop(f"it has a {kind.__name__}, whose state cannot be read")
             return
         if container is not None:
-            content = self._note(thing, *_CONTAINERS[container])
+            content = self._note(thing, *CONTAINERS[container])
             self._push(content.values() if isinstance(content, dict) else content)
         if container is None or kind is not container:
-            self._push(self._note(thing, _attributes, _set_attributes).values())
+            self._push(self._note(thing, attributes, set_attributes).values())
             self._push([kind])
-
-
-def _fill(cell: types.CellType, saved: tuple[Any, ...]) -> None:
-    if saved:
-        cell.cell_contents = saved[0]
-    else:
-        del cell.cell_contents
-
-
-def _contents(cell: types.CellType) -> tuple[Any, ...]:
-    try:
-        return (cell.cell_contents,)
-    except ValueError:  # the cell is empty
-        return ()
-
-
-def _refill(thing: Any, saved: Any) -> None:
-    thing.clear()
-    (thing.extend if isinstance(thing, list | deque | bytearray) else thing.update)(saved)
-
-
-_Ways = tuple[Callable[[Any], Any], Callable[[Any, Any], object]]  # functions that read and write
-_CONTAINERS: dict[type, _Ways] = {
-    dict: (dict, _refill),
-    list: (list, _refill),
-    set: (set, _refill),
-    deque: (list, _refill),
-    bytearray: (bytes, _refill),
-}
-
-
-@functools.lru_cache(1024)
-def _slots(kind: type) -> tuple[str, ...]:
-    found = []
-    for base in kind.__mro__:
-        own = vars(base).get("__slots__", ())
-        names = [own] if isinstance(own, str) else [*own]
-        private = f"_{base.__name__.lstrip('_')}"
-        found += [private + name if name.startswith("__") and not name.endswith("__") else name for name in names]
-    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
-
-
-def _attributes(thing: Any) -> dict[str, Any]:
-    found = dict(getattr(thing, "__dict__", ()))
-    for name in _slots(type(thing)):
-        if hasattr(thing, name):
-            found[name] = getattr(thing, name)
-    return found
-
-
-def _set_attributes(thing: Any, saved: dict[str, Any]) -> None:
-    slots = _slots(type(thing))
-    if hasattr(thing, "__dict__"):
-        vars(thing).clear()
-        vars(thing).update({name: value for name, value in saved.items() if name not in slots})
-    for name in slots:
-        if name in saved:
-            object.__setattr__(thing, name, saved[name])
-        elif hasattr(thing, name):
-            object.__delattr__(thing, name)
-
-
-def _class_attributes(kind: type) -> dict[str, Any]:
-    return {name: value for name, value in vars(kind).items() if not name.startswith(("__", "_abc"))}
-
-
-def _set_class_attributes(kind: type, saved: dict[str, Any]) -> None:
-    for name in _class_attributes(kind).keys() - saved.keys():
-        delattr(kind, name)
-    for name, value in saved.items():
-        if vars(kind).get(name, _NOTHING) is not value:
-            setattr(kind, name, value)
-
-
-def _set_tensor(tensor: Tensor, saved: Tensor) -> None:
-    with torch.no_grad():
-        tensor.resize_(saved.shape).copy_(saved)
 
 
 def _inner(thing: Any) -> list[object] | None:
@@ -361,13 +396,7 @@ def _inner(thing: Any) -> list[object] | None:
             return [*thing.values()]
         case weakref.ReferenceType():
             return [thing()]
-    return [thing.__wrapped__] if isinstance(thing, _CACHE) else None
-
-
-def _names_of(code: types.CodeType) -> set[str]:
-    """The names of global variables and attributes in some code, and in the functions in it."""
-    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    return set(code.co_names).union(*map(_names_of, inner))
+    return None
 
 
 def _package_of(thing: Any) -> str:
@@ -390,32 +419,5 @@ def _has_hidden_memory(kind: type) -> bool:
     """Whether objects of a class have memory besides their attributes, as those of compiled code do."""
     if kind is types.SimpleNamespace:
         return False
-    pointers = len(_slots(kind)) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    pointers = len(slots_of(kind)) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
     return kind.__basicsize__ - object.__basicsize__ > 8 * pointers or kind.__itemsize__ > 0
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two copies of a thing are equal: the same objects, or equal plain ones, in the same order."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return _all_same(one, other) and _all_same(one.values(), other.values())
-    if isinstance(one, list | tuple):
-        return _all_same(one, other)
-    if isinstance(one, Tensor):
-        return one.shape == other.shape and (torch.equal(one, other) or bool((_bytes(one) == _bytes(other)).all()))
-    if isinstance(one, np.ndarray):
-        return one.shape == other.shape and one.tobytes() == other.tobytes()
-    return (type(one) in _PLAIN or isinstance(one, set | frozenset)) and one == other
-
-
-def _all_same(some: Collection[Any], others: Collection[Any]) -> bool:
-    if len(some) != len(others):
-        return False
-    return all(map(operator.is_, some, others)) or all(map(_same, some, others))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
