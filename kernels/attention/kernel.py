@@ -120,6 +120,11 @@ def _attend(
 
 
 @triton.jit
+def _either(some, others):
+    return some | others
+
+
+@triton.jit
 def _lowest_bit(bits):
     """Return the index of the lowest set bit, read from the exponent of that power of two in fp32."""
     power = (bits & (0 - bits)).to(tl.float32)
@@ -352,19 +357,21 @@ def tree_attention_kernel(
                         above = tl.load(counts + batch * counts_stride + at, mask=at < nodes, other=0)
                     visible = visible & (count[:, None] - above[None, :] < window)
             else:
-                in_word = (offsets % 32)[None, :]
+                in_word = offsets % 32
                 base = words + batch * words_stride + node * word_count + block // 32
-                low = tl.load(base, mask=asks, other=0)[:, None]
-                if BLOCK_N == 32:
-                    visible = ((low >> in_word) & 1) != 0
-                else:
-                    high = tl.load(base + 1, mask=asks, other=0)[:, None]
-                    visible = ((tl.where((offsets < 32)[None, :], low, high) >> in_word) & 1) != 0
+                low = tl.load(base, mask=asks, other=0)
+                bits_of = low[:, None]
+                seen = tl.reduce(low, 0, _either)
+                if BLOCK_N == 64:
+                    high = tl.load(base + 1, mask=asks, other=0)
+                    bits_of = tl.where((offsets < 32)[None, :], bits_of, high[:, None])
+                    seen = tl.where(offsets < 32, seen, tl.reduce(high, 0, _either))
+                visible = ((bits_of >> in_word[None, :]) & 1) != 0
+                # Nodes that are not drafted yet may have rows with NaN, which a weight of 0 would not remove.
+                readable = ((seen >> in_word) & 1) != 0
             if first_row is not None:
                 readable = readable & (length + at >= first)
                 visible = visible & readable[None, :]
-            # Nodes that are not drafted yet may have rows with NaN, which a weight of 0 would not remove.
-            readable = readable & (tl.max(visible.to(tl.int32), 0) > 0)
             acc, peak, total = _attend(
                 query_tile,
                 query_rows,
