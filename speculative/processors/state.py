@@ -274,7 +274,10 @@ class KeptState:
             return
         elif isinstance(value, type) or isinstance(getattr(value, "__dict__", None), dict):
             is_fixed = isinstance(value, type | torch.nn.Module) or self._is_library(type(value).__module__)
-            self._note_outside(value) if is_fixed else self._push([value])
+            if is_fixed:
+                self._note_outside(value)
+            else:
+                self._push([value])
 
     def _visit_cache(self, cache: Any) -> None:
         """Visit a function with a `functools.lru_cache`. Without arguments, its one result may be a store of state."""
@@ -326,9 +329,12 @@ class KeptState:
                 value = saved.get(name, _NOTHING)
                 if value is variables.get(name, _NOTHING):
                     continue
-                if isinstance(own, type):
-                    delattr(own, name) if value is _NOTHING else setattr(own, name, value)
-                elif value is _NOTHING:
+                is_gone = value is _NOTHING
+                if isinstance(own, type) and is_gone:
+                    delattr(own, name)
+                elif isinstance(own, type):
+                    setattr(own, name, value)
+                elif is_gone:
                     del variables[name]
                 else:
                     variables[name] = value
