@@ -226,7 +226,7 @@ def names(rows: Iterable[Figures]) -> str:
 
 
 def compile_all(cases: Iterable[Case]) -> dict[Case, Kernels | str]:
-    """Compile these cases, in as many processes at a time as there are processors."""
+    """Compile these cases, in as many processes at a time as there are processors, and say how many are done."""
     names: dict[int, list[str]] = {}
     for arch, name in cases:
         names.setdefault(arch, []).append(name)
@@ -240,11 +240,11 @@ def compile_all(cases: Iterable[Case]) -> dict[Case, Kernels | str]:
         return {}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
         done = threads.map(compile_apart, *zip(*chunks, strict=True))
-        return {
-            (arch, name): found
-            for (arch, _), by_name in zip(chunks, done, strict=True)
-            for name, found in by_name.items()
-        }
+        kernels: dict[Case, Kernels | str] = {}
+        for (arch, _), by_name in zip(chunks, done, strict=True):
+            kernels |= {(arch, name): found for name, found in by_name.items()}
+            print(f"{len(kernels)} of {sum(map(len, names.values()))} cases compiled", file=sys.stderr)
+        return kernels
 
 
 def compile_apart(arch: int, names: Sequence[str]) -> dict[str, Kernels | str]:
