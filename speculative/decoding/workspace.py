@@ -386,11 +386,6 @@ class Workspace:
         self.target_cache.receive(slot, source.target_cache, of, rows)
         self.draft_cache.receive(slot, source.draft_cache, of, rows)
 
-    def drop_not_finite(self) -> None:
-        """Clear what a failed step has left in the caches of all slots that no later step may read."""
-        for cache in (self.target_cache, self.draft_cache):
-            cache.drop_not_finite()
-
 
 class Block(NamedTuple):
     """The tokens that one prefill pass reads: `width` consecutive tokens of each sequence in the first `slots` slots.

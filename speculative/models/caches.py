@@ -67,12 +67,6 @@ class RowCache:
             else:
                 own[sequence] = other[of]
 
-    def drop_not_finite(self) -> None:
-        """Replace NaN and infinities that a failed step has left by zeros: a weight of 0 would not hide them."""
-        for field in self.remembered():
-            if field.is_floating_point():
-                field.nan_to_num_(0.0, 0.0, 0.0)
-
     def begin(self, lengths: Tensor) -> None:
         """Forget the sequences of earlier generations. Called before each generation.
 

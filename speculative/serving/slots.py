@@ -240,7 +240,7 @@ class ServiceSlots:
             return self._step(count)
         except Exception as error:
             self.check_device(error)
-            self._workspace.drop_not_finite()
+            self._drop_not_finite()
             if count == 1 or not self._on_host:
                 return [(arrival, error) for arrival in self.running[:count]]
             return self._one_by_one(count)
@@ -293,10 +293,17 @@ class ServiceSlots:
             try:
                 ended += self._step(1)
             except Exception as error:
-                self._workspace.drop_not_finite()
+                self._drop_not_finite()
                 ended.append((arrival, error))
             self._exchange(0, slot)
         return ended
+
+    def _drop_not_finite(self) -> None:
+        """Replace NaN and infinities that a failed step has left by zeros: a weight of 0 would not hide them."""
+        for cache in (self._workspace.target_cache, self._workspace.draft_cache):
+            for field in cache.remembered():
+                if field.is_floating_point():
+                    field.nan_to_num_(0.0, 0.0, 0.0)
 
     def _exchange(self, one: int, other: int) -> None:
         rows = max(self._cache_rows(self.running[slot]) for slot in (one, other))
