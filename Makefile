@@ -87,8 +87,8 @@ integration: setup
 	$(MAKE) test-oldest
 
 # The compiled code as for a processor without AVX-512, and as for one without AVX.
-LESSER_TESTS = $(addprefix tests/, kernels/test_native.py kernels/test_native_steps.py drafts/test_native_heads.py \
-	core/test_llama.py core/test_parity.py)
+LESSER_TESTS = $(addprefix tests/, kernels/test_native.py kernels/test_native_steps.py kernels/test_leaders.py \
+	drafts/test_native_heads.py core/test_llama.py core/test_parity.py)
 
 test-lesser: setup
 	for threads in 1 2; do for march in x86-64-v2 x86-64-v3; do \
