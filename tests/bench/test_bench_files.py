@@ -109,8 +109,8 @@ def test_in_miniature_a_test_of_each_kernel_is_tried(part):
 
 
 WITHOUT_A_GPU = {  # what is in these files is of a CPU, of references, or of compiling
-    "adversary", "compiling", "filtering", "launches", "linear", "looked_up", "native", "native_cache", "native_steps",
-    "noise", "operators", "top_down", "verification", "verification_oracle",
+    "adversary", "compiling", "filtering", "launches", "leaders", "linear", "looked_up", "native", "native_cache",
+    "native_steps", "noise", "operators", "top_down", "verification", "verification_oracle",
 }  # fmt: skip
 
 
