@@ -85,7 +85,7 @@ SHOWN: dict[str, tuple[Sequence[str], Callable[[Found], bool]]] = {  # of a part
         ("draft", "accepted", "quartiles of accepted", "target"), lambda row: row["draft"] < 0.3 or row["draft"] > 0.9,
     ),
     "dyspec-phases": (("nodes", "draft", "construction", "target"), every),
-    "dyspec-thresholds": (("threshold", "nodes", "tokens", "correlation"), lambda row: row["threshold"] != 0.03),
+    "dyspec-thresholds": (("threshold", "nodes", "tokens", "correlation"), lambda row: row["threshold"] in (0.1, 0.01)),
     "dyspec-blocks": (("nodes", "breadth_first", "depth_first", "heavy_path", "prefix of 256"), sized(768, 1024)),
     "dyspec-random-blocks": (("nodes", "insertion", "depth_first", "heavy_path"), sized(256, 2048)),
     "dyspec-64": (("temperature", "method", "tokens", "behind"), every),
