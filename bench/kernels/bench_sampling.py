@@ -7,7 +7,8 @@ float32   some of these shapes in float32
 filtered  with top_k 50 and top_p 0.9, too: 128,256 tokens, k = 4 / 16
 
 A CPU times 1 and 16 rows of 32,000 and 128,256 tokens with k = 4 and 32 (float32 and filtered: 128,256 tokens, k = 4),
-and heavypath is its compiled code there, or without a compiler its reference. The peers draw without replacement from the same logits, in float32:
+and heavypath is its compiled code there, or without a compiler its reference. The peers draw without replacement from
+the same logits, in float32:
 
 softmax, noise, topk   probabilities / fresh exponential noise, then topk: as Sequoia's code, which keeps its noise
 softmax, noise, sort   the same with a full sort
