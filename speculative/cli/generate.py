@@ -57,8 +57,6 @@ def generate(
     ranks = join_ranks()
     text = _read_prompt(prompt, file) if ranks is None else ranks.decided(lambda: _read_prompt(prompt, file))
     options.check_method(method, verifier)
-    if repetition_penalty is not None and not (math.isfinite(repetition_penalty) and repetition_penalty > 0):
-        raise ValueError(f"--repetition-penalty must be a finite number > 0, got {repetition_penalty:g}")
     if stop and "" in stop:
         raise ValueError("--stop must be a text to end at, got an empty one")
     if trace is not None and not trace.parent.is_dir():

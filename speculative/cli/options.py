@@ -120,7 +120,8 @@ Stop = Annotated[
     list[str] | None, typer.Option(help="End the text with this string; repeat it for several. It is part of the text.")
 ]
 RepetitionPenalty = Annotated[
-    float | None, typer.Option(help="Above 1, tokens of the text so far, prompt included, become less likely.")
+    float | None,
+    typer.Option(min=0.01, max=100, help="Above 1, tokens of the text so far, prompt included, become less likely."),
 ]
 JsonSchema = Annotated[
     Path | None, typer.Option(help="Write JSON of the schema in this file, without whitespace between its tokens.")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from heavypath.kernels.numbers import whole
 from heavypath.kernels.retrieval.corpus import SortedCorpus, sort_corpus
 from heavypath.speculative.drafts.draft import Draft, Draftable
 from heavypath.speculative.drafts.kinds import as_draft
@@ -38,10 +39,13 @@ class Recall(Draftable):
 
     The output has the target's distribution whatever was learned. With the same seed, the output at temperature 0 and
     of "ersd" never depends on what was learned; other methods give other samples. Anyone who can time responses may
-    find out what was generated for others. Raises ValueError for numbers out of range.
+    find out what was generated for others. Raises TypeError for numbers that are not integers, and
+    ValueError for numbers out of range.
     """
 
     def __init__(self, tokens: int = 65_536, *, max_ngram: int = 8):
+        tokens = whole("tokens", tokens)
+        max_ngram = whole("max_ngram", max_ngram)
         if not 1 <= max_ngram <= MOST_NGRAM:
             raise ValueError(f"max_ngram must be in 1 .. {MOST_NGRAM}, got {max_ngram}")
         if not 2 * max_ngram <= tokens <= MOST_TOKENS:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from heavypath.kernels.native.retrieval import retrieve
+from heavypath.kernels.numbers import whole
 from heavypath.kernels.retrieval.corpus import MOST_TOKENS, SortedCorpus, sort_corpus
 from heavypath.kernels.retrieval.followers import follower_logprobs
 from heavypath.kernels.retrieval.ranges import Appended, append_tokens, renew_ranges, store_texts, store_tokens
@@ -49,6 +50,7 @@ class Retrieval(Draftable):
     """
 
     def __init__(self, texts: Iterable[Text], tokenizer: PreTrainedTokenizerBase | None = None, *, max_ngram: int = 8):
+        max_ngram = whole("max_ngram", max_ngram)
         if not 1 <= max_ngram <= MOST_NGRAM:
             raise ValueError(f"max_ngram must be in 1 .. {MOST_NGRAM}, got {max_ngram}")
         tokens = tokens_of(texts, tokenizer)

@@ -156,3 +156,11 @@ def test_on_a_gpu_steps_go_on_in_the_same_memory(as_on_a_gpu):
 def test_numbers_out_of_range_are_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize("given", [{"tokens": 64.5}, {"tokens": True}, {"max_ngram": 2.5}, {"max_ngram": "2"}])
+def test_numbers_that_are_not_whole_are_refused(given):
+    (name,) = given
+    with pytest.raises(TypeError, match=f"{name} must be an integer"):
+        Recall(**given)
+    assert Recall(**{name: torch.tensor(32)}).max_ngram in (8, 32)

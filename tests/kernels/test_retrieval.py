@@ -251,6 +251,7 @@ def test_files_of_something_else_are_refused(demo_pair, tmp_path):
     (lambda t: Retrieval([Path(__file__).parents[2] / "speculative/demo/head/model.safetensors"], t), ValueError,
      r"must be text in UTF-8"),
     (lambda t: Retrieval([[1]], max_ngram=0), ValueError, r"max_ngram must be in 1 .. 64, got 0"),
+    (lambda t: Retrieval([[1]], max_ngram=2.5), TypeError, r"max_ngram must be an integer, got 2.5"),
     (lambda t: SpeculativeDecoder(tiny_llama(1), Retrieval([[1, 7]])), ValueError,
      r"Retrieval\(2 tokens, max_ngram=8\) must have tokens in 0 .. 6, the target's vocabulary, got 7"),
 ])  # fmt: skip
