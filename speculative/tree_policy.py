@@ -18,8 +18,8 @@ look at lengths: all its requests share a step's tree, and no request's output m
 Sampled output depends on the trees: another tree gives another sample of the same distribution. At temperature 0, and
 with exponential races (ersd), the output does not depend on them. There the trees follow the batch, also while
 sequences end. For other methods they do so only with a profile, because its user wants the fastest trees. Without one
-the default tree is that of one sequence; if that would make a batch slower than plain decoding, the whole generation
-drafts nothing.
+the whole generation has one tree: that of one sequence if it pays for the batch, or else that of the batch when it
+begins, which is the root alone if drafting does not pay.
 """
 
 import inspect
@@ -41,6 +41,7 @@ from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.names import load
 from heavypath.speculative.options import TreeOptions
 from heavypath.speculative.tree_choice import (
+    SURE,
     chosen_tree,
     is_toy,
     tokens_of_tree,
@@ -55,10 +56,6 @@ if TYPE_CHECKING:
     from heavypath.speculative.adapting import Rest
 
 logger = logging.getLogger(__name__)
-
-# Expected tokens of a step over its cost, from which on a tree pays at every temperature. At 1 the shipped pair's head
-# has 2.25 to 2.5 tokens where 2.66 are expected; see `bench/decoding.py --sweep defaults`.
-SURELY = 1.15
 
 
 class TreesByBatch:
@@ -325,16 +322,18 @@ class TreeByCosts(TreePolicy):
         return trees_up_to(most, BATCHES, lambda batch: self._tree(batch, temperature), self._method, rests=rests)
 
     def _for_the_whole_text(self, batch: int, temperature: float) -> TokenTree | Growth:
-        """The tree of all steps of a generation: that of one sequence if it surely pays for the batch, else ROOT.
+        """The tree of all steps of a generation: that of one sequence if it surely pays for the batch, or the batch's.
 
-        So the same seed gives the same sampled output in every batch size that gains by drafting, and no batch is
-        slower than plain decoding.
+        So the same seed gives the same sampled output in every batch size for which the tree of one sequence pays. The
+        tree of a larger batch is smaller, and ROOT if no tree surely pays, so that none is slower than plain decoding.
         """
         tree = self._tree(1, temperature)
         if batch == 1 or self._is_fixed or len(tree) == 1 or self._is_toy:
             return tree
         tokens = tokens_of_tree(tree, usual_acceptance(self._method, self._draft, temperature))
-        return tree if tokens >= SURELY * self.cost(tree, batch) else ROOT
+        if tokens >= SURE * self.cost(tree, batch):
+            return tree
+        return self._tree(standing_for(batch, BATCHES), temperature)
 
     def _tree(self, batch: int, temperature: float) -> TokenTree | Growth:
         key = (batch, usual_acceptance(self._method, self._draft, temperature))
