@@ -53,7 +53,7 @@ def chosen_tree(
     chosen_by = "by the options given"
     if is_toy(target):
         chosen_by = chosen_by if given else "the default of models of less than a megabyte"
-    elif not {"tree", "tree_size"} & given.keys():
+    elif not {"tree", "tree_size", "branching"} & given.keys():
         tree = tree_by_estimates(method, target, draft, length=length)
         size = max(2, len(tree))
     if tree is None or given:
@@ -156,7 +156,7 @@ def default_tree(
     batch: number of sequences that the costs are for
 
     If no tree is expected to be SURE times as fast as plain decoding, a batch gets the root alone. A single sequence
-    still drafts one token, because it is not known how well these models agree.
+    still drafts one token, because it is not known how well these models agree; nothing, if no agreement could pay.
     """
     if method == "autoregressive":
         return ROOT
@@ -164,6 +164,13 @@ def default_tree(
     level = costs.level / costs.step[1]
     plan = _usual_plan(method, tuple(steps.values()), level, levels or DEPTH, usual)
     if batch > 1 and plan.speedup < SURE:
+        return ROOT
+    if len(plan.tree) == 1 and not _may_pay(steps, level, levels or DEPTH):
+        logger.warning(
+            "by the costs estimated for these models no tree can pay, even if the draft were always right: "
+            "a level costs %.2f of a step; drafting nothing; `heavypath calibrate` measures",
+            level,
+        )
         return ROOT
     if len(plan.tree) == 1:
         logger.warning(
@@ -173,6 +180,15 @@ def default_tree(
         )
         return METHODS[method].tree_of(2)
     return as_drafted(method, plan.tree, DEFAULT_CONFIDENCE)
+
+
+def _may_pay(steps: Mapping[int, float], level: float, levels: int) -> bool:
+    """Whether a chain of which every token is accepted is faster than plain decoding.
+
+    steps, level: as in `_usual_plan`, steps by number of nodes; levels: most levels of the chain
+    """
+    depths = range(1, min(levels, len(steps) - 1) + 1)
+    return any(1 + depth > steps[1 + depth] + depth * level for depth in depths)
 
 
 @lru_cache(maxsize=256)  # many decoders of the same models are made in a program that compares methods

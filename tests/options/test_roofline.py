@@ -19,6 +19,7 @@ from heavypath.speculative.tree_choice import chosen_tree, default_tree
 from heavypath.speculative.tree_policy import FixedTree, TreeByCosts
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.tails import Usual
+from heavypath.speculative.trees.tree import ROOT
 
 GPU = torch.device("cuda", 0)
 
@@ -101,6 +102,22 @@ def test_trees_are_no_deeper_than_levels_pay(method, caplog):
     slow = default_tree(method, Costs({1: 1.0, 64: 1.5}, 0.9))
     assert (len(slow), slow.depth) == (2, 1)
     assert "no tree is expected to pay" in caplog.text
+    assert default_tree(method, Costs({1: 1.0, 64: 1.5}, 1.0)) == ROOT
+    assert "no tree can pay, even if the draft were always right: a level costs 1.00 of a step" in caplog.text
+
+
+def test_nothing_is_said_of_a_tree_whose_shape_is_given(demo_pair, caplog):
+    """By the costs of a draft that is its target no tree pays, so that nothing is drafted by default."""
+    target = demo_pair[0]
+    for method, options in (
+        ("rsd-c", {"branching": [2, 1]}),
+        ("sequoia", {"tree_size": 4}),
+        ("chain", {"tree_size": 3}),
+    ):
+        assert len(SpeculativeDecoder(target, target, method, **options).tree) > 2
+    assert not caplog.text
+    assert len(SpeculativeDecoder(target, target).tree) == 1
+    assert "drafting nothing" in caplog.text
 
 
 def test_a_chain_is_as_long_as_its_expected_tokens_pay_for():
