@@ -42,7 +42,7 @@ class _Mix(Arguments):
 
 def seed_tensor(seed: int | Tensor) -> Tensor:
     """Return a seed as a LongTensor []; an integer is taken modulo 2**64."""
-    return seed if isinstance(seed, Tensor) else torch.tensor(seed - (seed + (1 << 63) >> 64 << 64), device="cpu")
+    return seed if isinstance(seed, Tensor) else torch.tensor((int(seed) + 2**63) % 2**64 - 2**63, device="cpu")
 
 
 def below_infinity(values: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """Draws and verifications of compiled code, which leaves out noise: the reference has that of every token."""
 
+import numpy as np
 import pytest
 import torch
 from kernel_cases import needs_compiler, same
@@ -36,6 +37,17 @@ def test_the_tokens_drawn_are_those_of_all_the_noise(kind, k, temperature):
         given = {"temperature": temperature, "seed": k, **options}
         found, expected = (gumbel_topk(logits, k, impl=impl, **given) for impl in ("native", "torch"))
         assert same(found, expected)
+
+
+@pytest.mark.parametrize(
+    "seed", [np.int8(-5), np.uint32(2**32 - 1), np.int64(-(2**63)), np.uint64(2**64 - 1), 2**64 + 3]
+)
+def test_a_seed_of_numpy_is_its_number(seed):
+    logits = rows_of("usual", 2, 0)
+    found, expected = (
+        gumbel_topk(logits, 3, seed=each, impl=impl) for each, impl in ((seed, "native"), (int(seed), "torch"))
+    )
+    assert same(found, expected)
 
 
 @pytest.mark.parametrize("kind", ["usual", "flat", "rising", "few", "far"])
