@@ -1,6 +1,6 @@
 // Which drafted nodes are accepted: what the references of `heavypath.kernels.verification` do.
 
-#include <map>
+#include <memory>
 
 #include "filters.h"
 
@@ -333,43 +333,78 @@ void walk(const Tree& tree) {
 struct Traversal {
     const Tree& tree;
 
-    // Visit the first of siblings of equal token and what is below it; whether the walk ended there.
-    bool ends_below(const Numbers& equal, double weight, int64_t depth) const {
-        const int64_t node = equal[0];
-        const Numbers children = tree.below(equal);
-        if (children.empty() || depth == tree.call.max_depth || !(weight > 0)) return ends_at(node, weight, {});
-        // Of equal siblings the source is one that has children.
-        Chain chain(tree, node, tree.parents[children[0]], weight);
-        if (tree.call.method == HELD_TRAVERSAL) {
-            for (const auto& [child, share] : held_shares(chain, children))
-                if (goes_on(children, child, share, depth)) return true;
-        } else {
-            for (int64_t child : children) {
-                const double share = chain.offer(tree.tokens[child]);
-                if (share < 0) continue;
-                if (goes_on(children, child, share, depth)) return true;
-                chain.pass_over(tree.tokens[child], 1);
+    // A node whose children are being visited; of equal siblings the first.
+    struct Visit {
+        int64_t node, depth;
+        double weight;
+        Numbers children, offered;     // all, and of held ones those that the draft could have drawn
+        std::unique_ptr<Chain> chain;  // null without children
+        std::vector<double> shares;    // of held children
+        int64_t last = -1;             // the child that was offered last, and is not passed over yet
+        size_t next = 0;               // of those offered
+    };
+
+    // The way down is kept here, as a tree may be deeper than the thread's own stack.
+    void run() const {
+        std::vector<Visit> way;
+        way.push_back(begun({0}, 1, 0));
+        for (bool ended = false; !ended;) {
+            Visit& visit = way.back();
+            double share;
+            const int64_t child = next_child(visit, share);
+            if (child >= 0) {
+                way.push_back(begun(alike(visit, child), share, visit.depth + 1));
+            } else {
+                ended = visit.chain ? ends_at(visit.node, visit.chain->ending, visit.chain->left)
+                                    : ends_at(visit.node, visit.weight, {});
+                way.pop_back();
             }
         }
-        return ends_at(node, chain.ending, chain.left);
     }
 
-    bool goes_on(const Numbers& children, int64_t child, double share, int64_t depth) const {
-        Numbers equal = {child};
-        if (tree.call.independent) equal = tree.alike(children, tree.tokens[child]);
-        return equal[0] == child && ends_below(equal, share, depth + 1);
+    Visit begun(const Numbers& equal, double weight, int64_t depth) const {
+        Visit visit{equal[0], depth, weight};
+        if (depth == tree.call.max_depth || !(weight > 0)) return visit;
+        const Numbers& children = visit.children = visit.offered = tree.below(equal);
+        if (children.empty()) return visit;
+        // Of equal siblings the source is one that has children.
+        visit.chain = std::make_unique<Chain>(tree, equal[0], tree.parents[children[0]], weight);
+        if (tree.call.method == HELD_TRAVERSAL) hold(visit);
+        return visit;
     }
 
-    std::vector<std::pair<int64_t, double>> held_shares(Chain& chain, const Numbers& children) const {
-        std::vector<std::pair<int64_t, double>> given;
-        for (int64_t child : chain.hold(tree, children)) given.push_back({child, 0});
+    Numbers alike(const Visit& visit, int64_t child) const {
+        return tree.call.independent ? tree.alike(visit.children, tree.tokens[child]) : Numbers{child};
+    }
+
+    // The next child to visit, with its share of what is left; -1 after the last one.
+    int64_t next_child(Visit& visit, double& share) const {
+        while (true) {
+            if (visit.last >= 0) visit.chain->pass_over(tree.tokens[visit.last], 1);
+            visit.last = -1;
+            if (visit.next == visit.offered.size()) return -1;
+            const int64_t child = visit.offered[visit.next++];
+            if (tree.call.method == HELD_TRAVERSAL) {
+                share = visit.shares[visit.next - 1];
+            } else {
+                share = visit.chain->offer(tree.tokens[child]);
+                if (share < 0) continue;
+                visit.last = child;
+            }
+            if (alike(visit, child)[0] == child) return child;
+        }
+    }
+
+    void hold(Visit& visit) const {
+        Chain& chain = *visit.chain;
+        visit.offered = chain.hold(tree, visit.children);
+        visit.shares.resize(visit.offered.size());
         double rest = chain.ending + chain.leaving;
         if (rest > 0) chain.ending /= rest;
-        for (int64_t i = given.size() - 1; i >= 0; i--) {
+        for (int64_t i = visit.offered.size() - 1; i >= 0; i--) {
             rest += chain.held[i];  // its own weight, those of the younger ones, and what is left
-            given[i].second = chain.held[i] > 0 ? chain.held[i] / rest : 0;
+            visit.shares[i] = chain.held[i] > 0 ? chain.held[i] / rest : 0;
         }
-        return given;
     }
 
     bool ends_at(int64_t node, double ending, const std::vector<float>& left) const {
@@ -389,7 +424,7 @@ extern "C" int64_t verify(const Verification* call) {
         const Tree tree(*call, b);
         try {
             if (call->method >= TRAVERSAL)
-                Traversal{tree}.ends_below({0}, 1, 0);
+                Traversal{tree}.run();
             else
                 walk(tree);
         } catch (const NoDistribution& found) {

@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 import verification_oracle as oracle
+from kernel_cases import needs_compiler
 from verification_oracle import GROWTHS, Drawn, Language, drawn
 
 from heavypath.kernels.verification import verify_tree
@@ -72,3 +73,15 @@ def test_a_chain_that_the_target_itself_has_drafted_is_accepted(method, impl):
     tokens, rows = torch.cat([torch.zeros_like(drafted[:, :1]), drafted], 1), torch.arange(64 * 5).view(64, 5)
     found = verify_tree(tokens, torch.arange(-1, 4), logits, logits, method=method, seed=1, rows=rows, impl=impl)
     assert found.length.tolist() == [4] * 64
+
+
+@needs_compiler
+@pytest.mark.parametrize("method", ["traversal", "held_traversal"])
+def test_a_tree_may_be_deeper_than_a_threads_stack(method):
+    nodes = 50_000
+    logits = torch.zeros(1, nodes, 3)  # the draft is the target, so all is accepted
+    chain = torch.arange(-1, nodes - 1)
+    verified = verify_tree(
+        torch.zeros(1, nodes, dtype=torch.long), chain, logits, logits, method=method, max_depth=nodes, impl="native"
+    )
+    assert verified.length.tolist() == [nodes - 1]
