@@ -39,6 +39,11 @@ def test_the_tokens_drawn_are_those_of_all_the_noise(kind, k, temperature):
         assert same(found, expected)
 
 
+def test_a_top_k_of_more_than_64_bits_keeps_all_tokens():
+    logits = rows_of("usual", 2, 0)
+    assert same(gumbel_topk(logits, 3, top_k=2**64 + 1, impl="native"), gumbel_topk(logits, 3, impl="torch"))
+
+
 @pytest.mark.parametrize(
     "seed", [np.int8(-5), np.uint32(2**32 - 1), np.int64(-(2**63)), np.uint64(2**64 - 1), 2**64 + 3]
 )
