@@ -69,7 +69,10 @@ class Stopping:
             ends = False
             for each in self._of_each[sequence]:  # all of them are called, as in transformers
                 call = each.keep if isinstance(each, WatchedCallable) else each
-                ends |= bool(call(ids[:, : width + end], None))
+                answer = call(ids[:, : width + end], None)
+                if answer is None:
+                    raise TypeError(f"a stopping criterion must return whether a text ends, got None of {call!r}")
+                ends |= bool(answer)
             if ends:
                 return end
         return None

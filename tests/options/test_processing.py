@@ -101,6 +101,7 @@ def test_what_is_not_asked_for_is_not_done(tiny_pair, monkeypatch):
     ({"stop_strings": ["a", ""]}, "stop_strings must be one or more strings that are not empty"),
     ({"stopping_criteria": 3}, "stopping_criteria must be a StoppingCriteriaList, got 3"),
     ({"stopping_criteria": [ConfidenceCriteria(0.5)]}, "ConfidenceCriteria needs the scores"),
+    ({"stopping_criteria": [lambda ids, scores: None]}, "a stopping criterion must return .* got None"),
     ({"input_ids": torch.tensor([[1], [2]]), "stopping_criteria": [Watching(0, 1)]}, "pad_token_id or eos_token_id"),
 ])  # fmt: skip
 @pytest.mark.few(5)
