@@ -52,12 +52,12 @@ class Filters(NamedTuple):
         for name, value in self._asdict().items():
             if value is not None:
                 (whole if name == "top_k" else real)(f"{prefix}{name}", value)
-        if not 0 <= self.temperature <= 2.0**127:  # finite in fp32
-            raise ValueError(f"{prefix}temperature must be a number from 0 to 2**127, got {self.temperature}")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"{prefix}temperature must be a finite number >= 0, got {self.temperature}")
         if self.top_k is not None and self.top_k < 0:
             raise ValueError(f"{prefix}top_k must be None or an integer >= 0, got {self.top_k}")
-        if self.top_p is not None and not (self.top_p <= 1 and np.float32(float(self.top_p)) > 0):
-            raise ValueError(f"{prefix}top_p must be None or in (0, 1], got {self.top_p}; below 7e-46 it is 0 in fp32")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"{prefix}top_p must be None or in (0, 1], got {self.top_p}")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"{prefix}min_p must be None or in [0, 1], got {self.min_p}")
         return self

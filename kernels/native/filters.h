@@ -14,6 +14,9 @@ struct Filters {
     double top_p, min_p;  // 1 and 0 for none
 };
 
+// The nearest temperature by which fp32 can divide.
+inline double within_fp32(double temperature) { return std::min(std::max(temperature, 0x1p-126), 0x1p127); }
+
 // Each of these drops tokens of a row x: their scores become -inf.
 inline void keep_top_k(const float* x, int64_t count, int64_t k, float* scores) {
     Leaders leaders(k);
@@ -28,7 +31,7 @@ inline void keep_top_p(const float* x, int64_t count, double top_p, float* score
     for (int64_t v = 0; v < count; v += WIDTH)
         store(&weights[v], exponential(load(scores + v, count - v)), count - v);
     const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
-    const double limit = double(float(top_p)) * total;
+    const double limit = std::max(double(float(top_p)), 0x1p-126) * total;  // of a token at least
     // All tokens of a lower weight are together less than what top-p leaves out. Only the others are sorted.
     const float least = 0.999 * (total - limit) / count;
     std::vector<int32_t> order;
@@ -60,7 +63,7 @@ inline void keep_min_p(int64_t count, double min_p, float* scores) {
 
 // (x - largest) / temperature, finite where x is, and -inf outside the support that the filters leave.
 inline void scores_of(const float* x, int64_t count, float largest, const Filters& filters, float* scores) {
-    const float temperature = float(std::max(filters.temperature, 0x1p-126)), lowest = -3.40282347e+38f;
+    const float temperature = float(within_fp32(filters.temperature)), lowest = -3.40282347e+38f;
     for (int64_t v = 0; v < count; v += WIDTH) {
         const Floats own = load(x + v, count - v);
         Floats scaled = own - largest;
@@ -80,7 +83,7 @@ inline void log_weights(const float* x, int64_t count, float largest, const Filt
         scores_of(x, count, largest, filters, logs);
         for (int64_t v = 0; v < count; v++) logs[v] *= log2e;
     } else {
-        const float factor = float(1.44269504088896340736 / std::max(filters.temperature, 0x1p-126));
+        const float factor = float(1.44269504088896340736 / within_fp32(filters.temperature));
         for (int64_t v = 0; v < count; v += WIDTH)
             store(logs + v, (load(x + v, count - v) - largest) * factor, count - v);
     }

@@ -40,13 +40,11 @@ def test_logits_of_any_floating_point_type_are_filtered_as_in_fp32(dtype):
 
 
 @pytest.mark.parametrize(("filters", "message"), [
-    (Filters(temperature=-0.1), r"temperature must be a number from 0 to 2\*\*127, got -0.1"),
-    (Filters(temperature=3.5e38), r"temperature must be .* got 3.5e\+38"),  # infinite in fp32
+    (Filters(temperature=-0.1), "temperature must be a finite number >= 0, got -0.1"),
     (Filters(temperature=float("nan")), "temperature must be .* got nan"),
     (Filters(top_k=-1), "top_k must be .* got -1"),
     (Filters(top_k=2.5), "top_k must be .* got 2.5"),
     (Filters(top_p=0.0), r"top_p must be .* \(0, 1\], got 0.0"),
-    (Filters(top_p=1e-46), "top_p must be .* got 1e-46; below 7e-46 it is 0 in fp32"),
     (Filters(top_p=1.01), "top_p must be .* got 1.01"),
     (Filters(min_p=1.01), "min_p must be .* got 1.01"),
 ])  # fmt: skip

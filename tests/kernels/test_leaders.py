@@ -39,6 +39,27 @@ def test_the_tokens_drawn_are_those_of_all_the_noise(kind, k, temperature):
         assert same(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("extreme", "usual"), [({"top_p": 1e-46}, {"top_p": 1e-30}), ({"temperature": 1e300}, {"temperature": 1e38})]
+)
+@pytest.mark.parametrize("method", ["without_replacement", "kseq", "held_traversal", "race"])
+def test_a_filter_that_fp32_cannot_hold_keeps_a_token(extreme, usual, method):
+    logits = rows_of("few", 2, 0)[None]
+    tokens, rows = torch.tensor([[0, VOCABULARY - 1]]), torch.tensor([[5, 6]])
+    for seed in range(3):
+        found, expected = (
+            (
+                *gumbel_topk(logits, 3, seed=seed, impl="native", **given),
+                *verify_tree(
+                    tokens, torch.tensor([-1, 0]), logits, logits,
+                    method=method, seed=seed, rows=rows, impl="native", **given,
+                ),
+            )
+            for given in (extreme, usual)
+        )  # fmt: skip
+        assert all(map(torch.equal, found, expected))
+
+
 def test_a_top_k_of_more_than_64_bits_keeps_all_tokens():
     logits = rows_of("usual", 2, 0)
     assert same(gumbel_topk(logits, 3, top_k=2**64 + 1, impl="native"), gumbel_topk(logits, 3, impl="torch"))
