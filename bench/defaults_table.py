@@ -2,14 +2,16 @@
 
 from tables import Row, code, results, source, table
 
+RUNS = ("defaults", "defaults-recall", "defaults-batch")
+
 
 def defaults() -> None:
     """Default trees over plain decoding and over the best chain, with standard errors; and the slowest default.
 
-    `defaults-recall` has a row that was measured again after its default tree had changed.
+    All but the first of RUNS have rows that were measured again after their default trees had changed.
     """
     found: dict[tuple, dict[str, Row]] = {}
-    for row in [*results("defaults")["rows"], *results("defaults-recall")["rows"]]:
+    for row in (row for run in RUNS for row in results(run)["rows"]):
         found.setdefault((row["draft"], row["temperature"], row["batch"]), {})[row["way"]] = row
     rows = []
     for (draft, temperature, batch), ways in found.items():
@@ -27,5 +29,5 @@ def defaults() -> None:
         )
     heads = ["`sequoia` / plain", "/ best chain (its levels)", "`ersd` / plain", "the slowest method / plain"]
     table(["draft", *heads], rows)
-    source("defaults")
-    source("defaults-recall")
+    for run in RUNS:
+        source(run)
