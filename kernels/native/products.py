@@ -35,7 +35,12 @@ class NormStruct(Structure):
 
     def take(self, norm: Norm | None) -> None:
         """Point to a norm; None leaves rows as they are."""
-        self.weight, self.epsilon = (None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.epsilon)
+        if norm is None:
+            self.weight = None
+            self.epsilon = 0.0
+        else:
+            self.weight = norm.weight.data_ptr()
+            self.epsilon = norm.epsilon
 
 
 class Blocks(NamedTuple):
@@ -57,26 +62,44 @@ class Blocks(NamedTuple):
 
         paired: of two weights of equal shape, half of each block's outputs come from the first, half from the second
         """
-        if any(bias is not None for bias in biases):
-            present = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
-            bias = _in_blocks([each[:, None] for each in present], paired).flatten()
-        else:
-            bias = None
         blocks = _in_blocks(weights, paired)  # [blocks, BLOCK, K]
         columns = blocks.shape[2]
         parts = compiled().parts()
-        split = pad(blocks, (0, -columns % parts)).unflatten(2, (-1, parts)).permute(0, 3, 2, 1)
-        weight = _HUGE_PAGES.room(split.nbytes).view(split.dtype).view(split.shape).copy_(split)
+        padded = pad(blocks, (0, -columns % parts))
+        split = padded.unflatten(2, (-1, parts))  # [blocks, BLOCK, steps, PARTS]
+        split = split.permute(0, 3, 2, 1)
+        room = _HUGE_PAGES.room(split.nbytes)
+        weight = room.view(split.dtype).view(split.shape)
+        weight.copy_(split)
+        bias = _stacked_biases(weights, biases, paired)
+        bias_address = None if bias is None else bias.data_ptr()
         outputs = sum(map(len, weights))
-        struct = WeightStruct(weight.data_ptr(), None if bias is None else bias.data_ptr(), outputs, columns)
+        struct = WeightStruct(weight.data_ptr(), bias_address, outputs, columns)
         return cls(weight, bias, struct)
+
+
+def _stacked_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None], paired: bool) -> Tensor | None:
+    """Return biases [N_i] in the order of the blocks, [blocks * BLOCK], zeros for layers without; None for none."""
+    if all(bias is None for bias in biases):
+        return None
+    columns = []
+    for weight, bias in zip(weights, biases, strict=True):
+        column = weight.new_zeros(len(weight)) if bias is None else bias
+        columns.append(column[:, None])
+    return _in_blocks(columns, paired).flatten()
 
 
 def _in_blocks(weights: Sequence[Tensor], paired: bool) -> Tensor:
     """Return weights [N_i, K] as [blocks, BLOCK, K]."""
-    width = compiled().block() // (2 if paired else 1)
-    joined = weights if paired else [torch.cat([*weights]) if len(weights) > 1 else weights[0]]
-    cut = [pad(each, (0, 0, 0, -len(each) % width)).unflatten(0, (-1, width)) for each in joined]
+    width = compiled().block()
+    if paired:
+        width //= 2
+    elif len(weights) > 1:
+        weights = [torch.cat([*weights])]
+    cut = []
+    for weight in weights:
+        padded = pad(weight, (0, 0, 0, -len(weight) % width))
+        cut.append(padded.unflatten(0, (-1, width)))
     return torch.cat(cut, 1)
 
 
@@ -92,18 +115,25 @@ class _HugePages:
 
     def room(self, nbytes: int) -> Tensor:
         """Return uint8[nbytes], aligned to 64 bytes."""
+        aligned = -(-nbytes // 64) * 64
         with self._lock:
             if len(self._free) < nbytes:
-                size = max(nbytes, REGION) + HUGE_PAGE
-                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-                memory = mmap.mmap(-1, size, flags)
-                with suppress(OSError):  # a system without huge pages gives small ones
-                    memory.madvise(mmap.MADV_HUGEPAGE)
-                whole = torch.frombuffer(memory, dtype=torch.uint8)
-                self._free = whole[-whole.data_ptr() % HUGE_PAGE :]
+                self._free = _new_region(nbytes)
             room = self._free[:nbytes]
-            self._free = self._free[-(-nbytes // 64) * 64 :]
+            self._free = self._free[aligned:]
         return room
+
+
+def _new_region(nbytes: int) -> Tensor:
+    """Return uint8[at least nbytes] that begins with a huge page, and is large enough for other weights, too."""
+    size = max(nbytes, REGION) + HUGE_PAGE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, size, flags)
+    with suppress(OSError):  # a system without huge pages gives small ones
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    before_page = -whole.data_ptr() % HUGE_PAGE
+    return whole[before_page:]
 
 
 _HUGE_PAGES = _HugePages()
@@ -111,15 +141,22 @@ _HUGE_PAGES = _HugePages()
 
 def product(hidden: Tensor, blocks: Blocks) -> Tensor:
     """Return hidden [..., K] times the weight, [..., N]; ValueError for rows of another dtype or width."""
-    weight, struct = blocks.weight, blocks.struct
-    if (hidden.dtype, hidden.shape[-1]) != (weight.dtype, struct.columns):
+    weight = blocks.weight
+    struct = blocks.struct
+    *lead, width = hidden.shape
+    if hidden.dtype != weight.dtype or width != struct.columns:
         given = f"{hidden.dtype} {[*hidden.shape]}"
         raise ValueError(f"product needs rows [..., {struct.columns}] of {weight.dtype}, got {given}")
-    rows = hidden.reshape(-1, hidden.shape[-1]).float().contiguous()
-    result = hidden.new_empty(*hidden.shape[:-1], struct.outputs)
+    rows = hidden.reshape(-1, width).float().contiguous()  # [R, K]
+    result = hidden.new_empty(*lead, struct.outputs)
     multiply = getattr(compiled(), f"product_{TYPES[hidden.dtype]}")
-    count = c_int64(len(rows))
-    threads = c_int64(thread_count(weight.nbytes))
-    addresses = c_void_p(rows.data_ptr()), c_void_p(result.data_ptr())
-    do(partial(multiply, byref(struct), addresses[0], count, addresses[1], threads), (blocks, rows, result))
+    call = partial(
+        multiply,
+        byref(struct),
+        c_void_p(rows.data_ptr()),
+        c_int64(len(rows)),
+        c_void_p(result.data_ptr()),
+        c_int64(thread_count(weight.nbytes)),
+    )
+    do(call, kept=(blocks, rows, result))
     return result

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from heavypath.speculative.models.forward import Forward, TreeMask
 
 LONGEST = 1024  # tokens of the longest trial
+_SETTINGS = (bool, int, float, str, type(None))  # types of attributes that distinguish two layers
 
 
 @torch.no_grad()
@@ -31,39 +32,56 @@ def gap(forward: Forward, model: nn.Module, prefix: int = 3, chain: int = 6) -> 
     infinite. Errors of the model are passed on.
     """
     device = forward.device
-    vocab_size = forward.vocab_size
+    count = chain + 2  # N
+    width = prefix + count
     noise = torch.Generator().manual_seed(0)  # torch's own is the caller's
-    count = chain + 2
-    tokens = torch.randint(vocab_size, (2, prefix + count), generator=noise, device="cpu").to(device)
-    before, nodes = tokens.split([prefix, count], 1)
+    drawn = torch.randint(forward.vocab_size, (2, width), generator=noise, device="cpu")
+    before, nodes = drawn.to(device).split([prefix, count], 1)  # [2, prefix], [2, N]
     lengths = torch.tensor([prefix, prefix - 1], device=device)
     # The tree is a chain, then a second path of two nodes below its root, in later rows.
-    depths = torch.tensor([*range(chain), 1, 2], device=device)
-    ends = torch.tensor([count, *[chain] * (chain - 1), count, count], device=device)
     paths = torch.tensor([[0, 1, 2], [0, chain, chain + 1]], device=device)  # the nodes whose logits are compared
-
-    # The model's own logits: each path of each sequence, [2, 2, 3], as a plain sequence after its prefix.
-    positions = lengths[:, None, None] + torch.arange(3, device=device)
-    positions = positions.expand(2, 2, 3)
-    texts = torch.cat([before, nodes[:, :3]], 1)[:, None].repeat(1, 2, 1)
-    texts.scatter_(2, positions, nodes[:, paths])
-    last = _last_logits(model, texts.flatten(0, 1)).unflatten(0, (2, 2))  # [2, 2, 4, V]
-    among_last = positions[..., None] - (prefix - 1)
-    expected = last.gather(2, among_last.expand(-1, -1, -1, last.shape[-1]))  # [2, 2, 3, V]
+    expected = _expected_logits(model, before, lengths, nodes[:, paths])
     check_own_logits(forward, expected)
 
-    cache = forward.new_cache(2, prefix + count)
+    depths = torch.tensor([*range(chain), 1, 2], device=device)
+    below_root = [chain] * (chain - 1)
+    ends = torch.tensor([count, *below_root, count, count], device=device)
+    cache = forward.new_cache(2, width)
     forward.prefill(before, cache)
-    cache_rows = lengths[:, None] + torch.arange(count, device=device)
-    mask = TreeMask(prefix_length=lengths, visible_rows=prefix + count, subtree_end=ends)
-    logits = forward(nodes, lengths[:, None] + depths, cache_rows, cache, mask)  # [2, N, V]
-    if logits.shape != (2, count, vocab_size):
-        raise ValueError(f"expected logits {[2, count, vocab_size]} from its vocabulary, got {[*logits.shape]}")
-    distance = (logits[:, paths] - expected).square().mean(-1).sqrt()  # [2, 2, 3]
-    found = float((distance / expected.std(-1)).max())
+    roots = lengths[:, None]
+    positions = roots + depths
+    cache_rows = roots + torch.arange(count, device=device)
+    mask = TreeMask(prefix_length=lengths, visible_rows=width, subtree_end=ends)
+    logits = forward(nodes, positions, cache_rows, cache, mask)  # [2, N, V]
+    needed = [2, count, forward.vocab_size]
+    if [*logits.shape] != needed:
+        raise ValueError(f"expected logits {needed} from its vocabulary, got {[*logits.shape]}")
+    differences = logits[:, paths] - expected  # [2, 2, 3, V]
+    distances = differences.square().mean(-1).sqrt()
+    relative = distances / expected.std(-1)  # [2, 2, 3]
+    found = float(relative.max())
     if forward.ranks is not None:  # all ranks decide alike
         found = max(forward.ranks.exchange(found))
     return found
+
+
+def _expected_logits(model: nn.Module, before: Tensor, lengths: Tensor, paths: Tensor) -> Tensor:
+    """A model's own logits [2, 2, 3, V], fp32, after each node of two paths of each sequence.
+
+    before:  LongTensor[2, T], right-padded prefixes with this number of tokens: `lengths`, LongTensor[2], T or T - 1
+    paths:   LongTensor[2, 2, 3], the tokens of two paths of each sequence; the first of each path is the root
+    """
+    positions = lengths[:, None, None] + torch.arange(3, device=before.device)
+    positions = positions.expand(2, 2, 3)
+    texts = before[:, None].repeat(1, 2, 1)  # each path as a plain sequence after its prefix
+    texts = torch.cat([texts, paths], 2)  # [2, 2, T + 3]
+    texts.scatter_(2, positions, paths)
+    last = _last_logits(model, texts.flatten(0, 1))
+    last = last.unflatten(0, (2, 2))  # [2, 2, 4, V]
+    first_of_last = before.shape[1] - 1
+    among_last = positions[..., None] - first_of_last
+    among_last = among_last.expand(-1, -1, -1, last.shape[-1])
+    return last.gather(2, among_last)
 
 
 def lengths_to_try(forward: Any) -> list[int | None]:
@@ -72,8 +90,11 @@ def lengths_to_try(forward: Any) -> list[int | None]:
     A user's own function may treat long sequences in another way, such as an attention with a window. A difference that
     only begins beyond the longest of these lengths is not found.
     """
-    longest = min(LONGEST, forward.max_positions) if forward.strange else 0
-    return [None, *sorted({min(length, longest) for length in (64, 256, LONGEST)} - {*range(32)})]
+    if not forward.strange:
+        return [None]
+    longest = min(LONGEST, forward.max_positions)
+    lengths = {min(length, longest) for length in (64, 256, LONGEST)}
+    return [None, *sorted(length for length in lengths if length >= 32)]
 
 
 class NotFiniteError(ValueError):
@@ -85,18 +106,22 @@ def check_own_logits(forward: Forward, logits: Tensor) -> None:
     if logits.isfinite().all():
         return
     forward.check_weights()
-    others = [each for each in (torch.bfloat16, torch.float32) if each != forward.dtype]
+    others = [str(each) for each in (torch.bfloat16, torch.float32) if each != forward.dtype]
+    larger = " or ".join(others)
     raise NotFiniteError(
         f"{forward.name}'s own logits are NaN or infinite in {forward.dtype}, by transformers' own forward pass, too: "
-        f"load it with dtype={' or '.join(map(str, others))}, whose numbers may be larger, or look at its layers"
+        f"load it with dtype={larger}, whose numbers may be larger, or look at its layers"
     )
 
 
 def _last_logits(model: nn.Module, texts: Tensor) -> Tensor:
     """A model's own logits [B, 4, V], fp32, after the last four tokens of sequences LongTensor[B, T]."""
-    base: Any = getattr(model, "get_base_model", lambda: model)()  # inside an adapter's wrapper
-    keeps_few = "logits_to_keep" in signature(base.forward).parameters
-    few = {"logits_to_keep": 4} if keeps_few else {}
+    base: Any = model
+    if hasattr(model, "get_base_model"):  # an adapter's wrapper
+        base = base.get_base_model()
+    few = {}
+    if "logits_to_keep" in signature(base.forward).parameters:
+        few["logits_to_keep"] = 4
     logits = model(input_ids=texts, use_cache=False, **few).logits
     return logits[:, -4:].float()
 
@@ -106,11 +131,13 @@ def with_a_layer_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
 
     Layers are of the same kind if they have the same modules and settings, and weights of the same types and shapes.
     """
-    kinds: dict[tuple[Any, ...], nn.Module] = {}
     inner: Any = copy(model.model)
+    by_kind: dict[tuple[Any, ...], nn.Module] = {}
     for layer in inner.layers:
-        kinds.setdefault(_kind(layer), layer)
-    inner._modules = inner._modules | {"layers": nn.ModuleList(kinds.values())}
+        kind = _kind(layer)
+        by_kind.setdefault(kind, layer)
+    layers = nn.ModuleList(by_kind.values())
+    inner._modules = inner._modules | {"layers": layers}
     short = copy(model)
     short._modules = short._modules | {"model": inner}
     return short
@@ -119,12 +146,10 @@ def with_a_layer_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
     kind: list[Any] = []
     for name, module in layer.named_modules():
-        settings = [(key, value) for key, value in vars(module).items() if _is_setting(key, value)]
-        kind.append((name, type(module), *settings))
+        kind += [name, type(module)]
+        for key, value in vars(module).items():
+            if key != "layer_idx" and isinstance(value, _SETTINGS):
+                kind.append((key, value))
     for name, weight in layer.named_parameters():
         kind.append((name, type(weight), weight.dtype, weight.shape))
     return tuple(kind)
-
-
-def _is_setting(name: str, value: object) -> bool:
-    return name != "layer_idx" and isinstance(value, (bool, int, float, str, type(None)))
