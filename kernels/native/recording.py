@@ -76,24 +76,35 @@ class Recording(TorchDispatchMode):
         """Run an operation of PyTorch. Outside of `do`, record it as a call or as an obstacle."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        name = func._schema.name.removeprefix("aten::")
-        if self._inside or name in _ALLOCATIONS or (func.is_view and _shares(args, result)):
+        if self._inside:
             return result
-        if func is _aten.add.Tensor and not result.is_floating_point():
-            self.calls.append(_addition(result, args[0], args[1], kwargs.get("alpha", 1)))
-        elif func in _WRITES:
-            self._again(_WRITES[func], args, {**kwargs, "out": result})
-        elif func in _COPIES:
-            self._again(_aten.copy_.default, (result, args[0]), {})
-        elif func in _IN_PLACE:
-            self._again(func, args, kwargs)
-        else:
-            self.obstacle = self.obstacle or str(func)
+        name = func._schema.name.removeprefix("aten::")
+        if name in _ALLOCATIONS:
+            return result
+        if func.is_view and _shares(args, result):
+            return result
+        again = _replayed(func, args, kwargs, result)
+        if again is not None:
+            self.calls.append(again)
+        elif self.obstacle is None:
+            self.obstacle = str(func)
         return result
 
-    def _again(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record an operation for replays, without running it now."""
-        self.calls.append(lambda: func(*args, **kwargs))
+
+def _replayed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Callable[[], object] | None:
+    """The call that computes the result of an operation of PyTorch again, into the same tensor; None without one."""
+    if func is _aten.add.Tensor and not result.is_floating_point():
+        return _addition(result, args[0], args[1], kwargs.get("alpha", 1))
+    if func in _WRITES:
+        func = _WRITES[func]
+        kwargs = kwargs | {"out": result}
+    elif func in _COPIES:
+        func = _aten.copy_.default
+        args = (result, args[0])
+        kwargs = {}
+    elif func not in _IN_PLACE:
+        return None
+    return lambda: func(*args, **kwargs)
 
 
 def _addition(result: Tensor, one: Tensor, other: Tensor | int, alpha: int = 1) -> Callable[[], object]:
@@ -107,14 +118,27 @@ def _addition(result: Tensor, one: Tensor, other: Tensor | int, alpha: int = 1) 
     second = other.numpy() if isinstance(other, Tensor) else other
     if alpha == 1:
         return partial(np.add, first, second, out=to)
-    return lambda: np.add(first, np.multiply(second, alpha), out=to)
+
+    def add_multiple() -> None:
+        multiple = np.multiply(second, alpha)
+        np.add(first, multiple, out=to)
+
+    return add_multiple
 
 
 def _shares(args: tuple[Any, ...], result: Any) -> bool:
     """Whether a result shares the arguments' memory. Some operations that count as views copy if they have to."""
-    sources = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, Tensor)}
-    made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-    return all(each.untyped_storage().data_ptr() in sources for each in made)
+    return _storages(result) <= _storages(args)
+
+
+def _storages(nested: Any) -> set[int]:
+    """The addresses of the memory of all tensors in tuples, lists and dictionaries."""
+    found = set()
+    for leaf in tree_leaves(nested):
+        if isinstance(leaf, Tensor):
+            storage = leaf.untyped_storage()
+            found.add(storage.data_ptr())
+    return found
 
 
 @contextmanager
@@ -140,14 +164,18 @@ def do(call: Callable[[], object], kept: object = None) -> None:
 def refuse(obstacle: str) -> None:
     """Mark the current recording, if there is one, as one that cannot be replayed; the caller goes on."""
     recording: Recording | None = getattr(_of_thread, "recording", None)
-    if recording is not None:
-        recording.obstacle = recording.obstacle or obstacle
+    if recording is not None and recording.obstacle is None:
+        recording.obstacle = obstacle
 
 
 def fields(description: str) -> list[tuple[str, type]]:
     """Return ctypes fields by names: *name is a pointer, .name an fp64, any other a 64-bit integer."""
     types = {"*": c_void_p, ".": c_double}
-    return [(name.lstrip("*."), types.get(name[0], c_int64)) for name in description.split()]
+    found = []
+    for marked in description.split():
+        name = marked.lstrip("*.")
+        found.append((name, types.get(marked[0], c_int64)))
+    return found
 
 
 class Arguments(Structure):
@@ -155,7 +183,8 @@ class Arguments(Structure):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         self.kept: list[object] = [given, named]
-        super().__init__(*map(_plain, given), **{name: _plain(value) for name, value in named.items()})
+        by_name = {name: _plain(value) for name, value in named.items()}
+        super().__init__(*map(_plain, given), **by_name)
 
 
 def _plain(value: Any) -> Any:
@@ -164,7 +193,8 @@ def _plain(value: Any) -> Any:
 
 def launch(name: str, *given: Structure) -> None:
     """Call the compiled kernel `name` with pointers to these structures, through `do`."""
-    do(partial(getattr(compiled(), name), *map(byref, given)), given)
+    kernel = getattr(compiled(), name)
+    do(partial(kernel, *map(byref, given)), given)
 
 
 def ask(question: Callable[[], Any]) -> Any:
@@ -174,5 +204,12 @@ def ask(question: Callable[[], Any]) -> Any:
     without one. So whatever a step does before the question must be safe to repeat.
     """
     answers: list[Any] = []
-    do(lambda: question() == answers[0] if answers else answers.append(question()))
+
+    def answer_or_compare() -> object:
+        answer = question()
+        if answers:
+            return answer == answers[0]  # False stops a replay
+        return answers.append(answer)
+
+    do(answer_or_compare)
     return answers[0]

@@ -48,9 +48,10 @@ class Costs:
 
     def with_attention(self, attention: "Attention", batch: int) -> "Costs":
         """These costs for `batch` sequences whose prompts are so long that attention counts."""
-        return replace(
-            self, step={size: seconds + batch * attention.seconds(size) for size, seconds in self.step.items()}
-        )
+        step = {}
+        for size, seconds in self.step.items():
+            step[size] = seconds + batch * attention.seconds(size)
+        return replace(self, step=step)
 
     def steps_of(self, sizes: Sequence[int]) -> dict[int, float]:
         """{nodes of a tree: cost of a step without drafting, in steps of plain decoding}, interpolated linearly.
@@ -59,42 +60,58 @@ class Costs:
         """
         plain = self.step[1]
         largest = max(self.step)
-        return {size: self._between(self.step, size) / plain for size in sizes if size <= largest}
+        steps = {}
+        for size in sizes:
+            if size <= largest:
+                steps[size] = _interpolated(self.step, size) / plain
+        return steps
 
     def step_seconds(self, size: int, depth: int) -> float:
         """Seconds of a step and its drafting, for a tree of this size and depth; larger sizes cost in proportion."""
         largest = max(self.step)
-        known = self._between(self.step, min(size, largest))
-        return known * max(1.0, size / largest) + depth * self.level
+        verifying = _interpolated(self.step, min(size, largest))
+        if size > largest:
+            verifying *= size / largest
+        return verifying + depth * self.level
 
     def relative_error(self, size: int, depth: int) -> float:
         """The standard error of `step_seconds`, divided by it, for a size within the known ones."""
-        error = math.hypot(self._between(self.step_error, size), depth * self.level_error)
-        return error / (self._between(self.step, size) + depth * self.level)
-
-    @staticmethod
-    def _between(figures: dict[int, float], size: int) -> float:
-        known = sorted(figures.items())
-        for (low, at_low), (high, at_high) in pairwise(known):
-            if low <= size <= high:
-                return at_low + (at_high - at_low) * (size - low) / (high - low)
-        return figures.get(size, 0.0)
+        seconds = _interpolated(self.step, size) + depth * self.level
+        error_of_step = _interpolated(self.step_error, size)
+        error_of_levels = depth * self.level_error
+        return math.hypot(error_of_step, error_of_levels) / seconds
 
     def between(self, other: "Costs", share: float) -> "Costs":
         """Linear interpolation between these costs (share 0) and others (share 1), for the sizes that both cover."""
 
-        def at(figures: dict[int, float], others: dict[int, float], size: int) -> float:
-            return (1 - share) * self._between(figures, size) + share * self._between(others, size)
+        def mean(own: float, others: float) -> float:
+            return (1 - share) * own + share * others
 
+        step = {}
+        step_error = {}
         most = min(max(self.step), max(other.step))
-        sizes = sorted(size for size in {*self.step, *other.step} if size <= most)
+        for size in sorted({*self.step, *other.step}):
+            if size > most:
+                break
+            step[size] = mean(_interpolated(self.step, size), _interpolated(other.step, size))
+            step_error[size] = mean(_interpolated(self.step_error, size), _interpolated(other.step_error, size))
         return Costs(
-            {size: at(self.step, other.step, size) for size in sizes},
-            (1 - share) * self.level + share * other.level,
-            {size: at(self.step_error, other.step_error, size) for size in sizes},
-            (1 - share) * self.level_error + share * other.level_error,
-            min(self.rounds, other.rounds),
+            step=step,
+            level=mean(self.level, other.level),
+            step_error=step_error,
+            level_error=mean(self.level_error, other.level_error),
+            rounds=min(self.rounds, other.rounds),
         )
+
+
+def _interpolated(figures: dict[int, float], size: int) -> float:
+    """The figure of a size, interpolated linearly; 0 for a size outside of the known ones."""
+    known = sorted(figures.items())
+    for (low, at_low), (high, at_high) in pairwise(known):
+        if low <= size <= high:
+            rise = at_high - at_low
+            return at_low + rise * (size - low) / (high - low)
+    return figures.get(size, 0.0)
 
 
 def standing_for(batch: int, batches: Iterable[int]) -> int:
