@@ -23,11 +23,16 @@ from transformers.utils.generic import GeneralInterface
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
 Owner = dict[str, Any] | type | GeneralInterface  # where a name is looked up
 
-_LIBRARIES = tuple(str(Path(str(each.__file__)).parent) + "/" for each in (torch, transformers))
-_PACKAGES = ("torch", "transformers", "builtins", "typing", "collections", "enum", __name__.split(".")[0])
+
+def _folder_with(file: Any) -> str:
+    return str(Path(str(file)).parent) + "/"
+
+
+_OUR_FOLDER = str(Path(__file__).parents[2]) + "/"
+_FOLDERS = (_folder_with(torch.__file__), _folder_with(transformers.__file__), _OUR_FOLDER)
+_OUR_PACKAGE = __name__.split(".")[0]
+_PACKAGES = ("torch", "transformers", "builtins", "typing", "collections", "enum", _OUR_PACKAGE)
 _KERNELS = ("fla", "causal_conv1d", "mamba_ssm")
-_OURS = str(Path(__file__).parents[2]) + "/"
-_FOLDERS = (*_LIBRARIES, _OURS)
 _INSTALLED = ("site-packages", "dist-packages")
 _TORCH = (torch.__dict__, nn.functional.__dict__)
 # The parts of transformers that compute. The rest of it reads files, writes logs, and calls these parts.
@@ -59,7 +64,8 @@ def functions_of(types: Iterable[type], attentions: Iterable[str]) -> tuple[tupl
     attentions: the attention implementations that the modules may ask for, by name
     """
     found = _found(frozenset(types), frozenset(attentions))
-    return tuple(map(_comparable, found.values)), tuple(found.codes)
+    values = tuple(map(_comparable, found.values))
+    return values, tuple(found.codes)
 
 
 def strange_functions(types: Iterable[type], attentions: Iterable[str]) -> list[str]:
@@ -77,14 +83,16 @@ def strange_functions(types: Iterable[type], attentions: Iterable[str]) -> list[
 
 def is_as_written(kind: type) -> bool:
     """Whether a class has the forward method that its source file defines, wrapped by libraries' decorators at most."""
-    home = next((base.__module__ for base in kind.__mro__ if "forward" in vars(base)), kind.__module__)
     *decorators, innermost = _chain(kind.forward)
     code: Any = getattr(innermost, "__code__", None)
     if code is None:
         return False
+    home = _module_with_forward(kind)
     file = getattr(sys.modules.get(home), "__file__", None)
-    is_there = innermost.__module__ == home if file is None else code.co_filename == file
-    if not is_there:
+    if file is None:
+        if innermost.__module__ != home:
+            return False
+    elif code.co_filename != file:
         return False
     for decorator in decorators:
         of_decorator: Any = getattr(decorator, "__code__", None)
@@ -93,11 +101,22 @@ def is_as_written(kind: type) -> bool:
     return True
 
 
+def _module_with_forward(kind: type) -> str:
+    """The name of the module of the class from which a class has its forward method."""
+    for base in kind.__mro__:
+        if "forward" in vars(base):
+            return base.__module__
+    return kind.__module__
+
+
 def is_published(kind: type, home: str) -> bool:
     """Whether a class is defined in the module `home` and still has the forward method that is written there."""
-    code = getattr(_chain(kind.forward)[-1], "__code__", None)
+    if kind.__module__ != home:
+        return False
+    innermost = _chain(kind.forward)[-1]
+    code = getattr(innermost, "__code__", None)
     name = getattr(code, "co_qualname", None)
-    return kind.__module__ == home and is_as_written(kind) and name == f"{kind.__qualname__}.forward"
+    return name == f"{kind.__qualname__}.forward" and is_as_written(kind)
 
 
 def strange_parts(model: nn.Module, attentions: Iterable[str], hooks: bool = True) -> list[str]:
@@ -121,10 +140,16 @@ def _functions_in(where: str, module: nn.Module, hooks: bool) -> Iterator[tuple[
     where: the module's name. Without `hooks` a `forward` that was set on the object is left out, too.
     """
     for name, value in vars(module).items():
-        if isinstance(value, FUNCTIONS) and (hooks or name != "forward"):
-            yield f"{where}.{name}", value.func if isinstance(value, partial) else value
-    if hooks:
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+        if not isinstance(value, FUNCTIONS):
+            continue
+        if name == "forward" and not hooks:
+            continue
+        function = value.func if isinstance(value, partial) else value
+        yield f"{where}.{name}", function
+    if not hooks:
+        return
+    for registered in (module._forward_hooks, module._forward_pre_hooks):
+        for hook in registered.values():
             yield f"a hook of {where}", hook
 
 
@@ -140,34 +165,46 @@ def _found(types: frozenset[type], attentions: frozenset[str]) -> _Found:
     known = _known.get((types, attentions))
     if known is not None:
         is_same = known.values == [*map(_look_up, known.lookups)]
-        if is_same and known.codes == _codes(known.values):
+        if is_same and known.codes == [*map(_code_of, known.values)]:
             return known
     lookups = [*_all_lookups(types, attentions)]
     values = [*map(_look_up, lookups)]
-    found = _Found(lookups, values, _codes(values))
+    codes = [*map(_code_of, values)]
+    found = _Found(lookups, values, codes)
     _known[types, attentions] = found
     return found
 
 
 def _look_up(lookup: tuple[Owner, str]) -> Any:
     owner, name = lookup
-    return getattr(owner, name, None) if isinstance(owner, type) else owner.get(name)
+    if isinstance(owner, type):
+        return getattr(owner, name, None)
+    return owner.get(name)
 
 
-def _codes(values: Iterable[Any]) -> list[Any]:
-    return [value.__code__ if type(value) is FunctionType else None for value in values]
+def _code_of(value: Any) -> CodeType | None:
+    if type(value) is FunctionType:
+        return value.__code__
+    return None
 
 
 def _comparable(value: Any) -> Any:
-    is_comparable = isinstance(value, (type, FunctionType, BuiltinFunctionType, MethodType))
-    return value if is_comparable else id(value)
+    if isinstance(value, (type, FunctionType, BuiltinFunctionType, MethodType)):
+        return value
+    return id(value)
 
 
 def _all_lookups(types: Iterable[type], attentions: Collection[str]) -> Iterator[tuple[Owner, str]]:
     """All lookups of functions, each an owner and a name, that a call of a module of these classes leads to."""
+
+    def full_name(kind: type) -> tuple[str, str]:
+        return kind.__module__, kind.__qualname__
+
     waiting: list[tuple[Owner, str, type]] = []
-    for kind in sorted(types, key=lambda each: (each.__module__, each.__qualname__)):
-        waiting += [(kind, name, kind) for name in ("__call__", "forward") if hasattr(kind, name)]
+    for kind in sorted(types, key=full_name):
+        for name in ("__call__", "forward"):
+            if hasattr(kind, name):
+                waiting.append((kind, name, kind))
     seen: set[tuple[int, str]] = set()
     while waiting:
         owner, name, kind = waiting.pop()
@@ -177,14 +214,17 @@ def _all_lookups(types: Iterable[type], attentions: Collection[str]) -> Iterator
         seen.add(key)
         value = _look_up((owner, name))
         if isinstance(value, GeneralInterface):
-            waiting += [(value, each, kind) for each in sorted(attentions)]
+            for attention in sorted(attentions):
+                waiting.append((value, attention, kind))
         if callable(value) or isinstance(owner, GeneralInterface):  # a registry may lack the name
             yield owner, name
         innermost = _chain(value)[-1]
-        if isinstance(innermost, FunctionType):
-            module = str(innermost.__globals__.get("__name__"))
-            if module.startswith(_FOLLOWED):
-                waiting += [(*each, kind) for each in _names_in(innermost, kind)]
+        if not isinstance(innermost, FunctionType):
+            continue
+        module = str(innermost.__globals__.get("__name__"))
+        if module.startswith(_FOLLOWED):
+            for inner_owner, inner_name in _names_in(innermost, kind):
+                waiting.append((inner_owner, inner_name, kind))
 
 
 def _names_in(function: FunctionType, kind: type) -> Iterator[tuple[Owner, str]]:
@@ -194,7 +234,8 @@ def _names_in(function: FunctionType, kind: type) -> Iterator[tuple[Owner, str]]
             value = owner.get(name)
             if callable(value) or isinstance(value, GeneralInterface):
                 yield owner, name
-        is_method = isinstance(getattr(kind, name, None), FunctionType) and not hasattr(nn.Module, name)
+        of_class = getattr(kind, name, None)
+        is_method = isinstance(of_class, FunctionType) and not hasattr(nn.Module, name)
         if is_method or name == "_call_impl":
             yield kind, name
 
@@ -222,41 +263,54 @@ def _is_usual(owner: Owner, value: Any) -> bool:
     if value is None:
         return True
     if isinstance(owner, type) and isinstance(value, FunctionType):
-        return _is_own(value, (*_FOLDERS, *_folder_of(owner)), set())
+        folders = _FOLDERS + _folder_of(owner)
+        return _is_own(value, folders, set())
     return is_of_library(value)
 
 
-def _folder_of(kind: type) -> Iterator[str]:
+def _folder_of(kind: type) -> tuple[str, ...]:
     """The folder of the installed package that defines a class; nothing for a class of a user's own program."""
-    package = sys.modules.get(kind.__module__.split(".")[0])
+    package = sys.modules.get(_package_in(kind.__module__))
     path = getattr(package, "__file__", None)
     if path is not None and any(each in path for each in _INSTALLED):
-        yield str(Path(path).parent) + "/"
+        return (_folder_with(path),)
+    return ()
+
+
+def _package_in(module: str) -> str:
+    return module.split(".")[0]
 
 
 def _is_own(value: Any, folders: tuple[str, ...], seen: set[int]) -> bool:
+    """Whether a value's code, and that of all it wraps or encloses, is in the folders; True for what has no code.
+
+    seen: ids of values that need no second look
+    """
     if id(value) in seen or not callable(value) or _is_kernel(value):
         return True
     seen.add(id(value))
     if isinstance(value, MethodType):
         return _is_own(value.__func__, folders, seen)
     if isinstance(value, type):
-        package = value.__module__.split(".")[0]
+        package = _package_in(value.__module__)
         return package in _PACKAGES or package in sys.stdlib_module_names
     if isinstance(value, BuiltinFunctionType):
         return True
     if isinstance(value, FunctionType):
         if not value.__code__.co_filename.startswith(folders):
             return False
-        inside = [*_contents_of(value.__closure__ or ()), *_chain(value)[1:]]
-        return all(_is_own(each, folders, seen) for each in inside)
-    package = type(value).__module__.split(".")[0]
-    return not isinstance(value, partial) and package == "transformers"
+        _, *wrapped = _chain(value)
+        enclosed = _contents_of(value.__closure__ or ())
+        return all(_is_own(each, folders, seen) for each in (*enclosed, *wrapped))
+    if isinstance(value, partial):
+        return False
+    return _package_in(type(value).__module__) == "transformers"
 
 
 def _is_kernel(value: Any) -> bool:
     """Whether a function comes from a package of kernels, such as `mamba_ssm`, that transformers uses if installed."""
-    package = str(getattr(value, "__module__", "")).split(".")[0]
+    module = getattr(value, "__module__", "")
+    package = _package_in(str(module))
     code = getattr(value, "__code__", None)
     path = getattr(code, "co_filename", package)
     return package in _KERNELS and package in path
@@ -273,4 +327,6 @@ def _contents_of(cells: Iterable[Any]) -> Iterator[Any]:
 def _name_of(owner: Owner) -> str:
     if isinstance(owner, type):
         return f"{owner.__module__}.{owner.__qualname__}"
-    return owner["__name__"] if isinstance(owner, dict) else type(owner).__name__
+    if isinstance(owner, dict):
+        return owner["__name__"]
+    return type(owner).__name__

@@ -49,24 +49,37 @@ def structure_of(model: nn.Module) -> Structure:
     modules = [*_modules(model)]
     configs = _configs_of(model, modules)
     types = {type(module) for module in modules}
+    attentions = _names_of_attention(configs)
     function: list[tuple[Any, ...]] = [tuple(hooks) for hooks in _GLOBAL_HOOKS]
-    function += functions_of(types, _names_of_attention(configs))
+    function += functions_of(types, attentions)
     for config in configs:
-        function.append(tuple(f"{name}={value}" for name, value in vars(config).items()))
+        settings = [f"{name}={value}" for name, value in vars(config).items()]
+        function.append(tuple(settings))
     places: list[int] = []
     for module in modules:
-        own = module.__dict__
-        found = [module, type(module), id(own.get("config")), *_settings(own)]
-        found += [key for key, hook in own["_forward_hooks"].items() if not _captures(hook)]
-        found += own["_forward_pre_hooks"]
-        for weight in own["_parameters"].values():
+        function.append(_module_structure(module))
+        for weight in module.__dict__["_parameters"].values():
             if weight is not None:
-                found.append((id(weight), type(weight), weight.dtype, weight.device))
                 places.append(_place_of(weight))
-        for buffer in _buffers(own):
-            found.append((_place_of(buffer), type(buffer), buffer.dtype, buffer.device, version_of(buffer)))
-        function.append(tuple(found))
     return Structure(function, places)
+
+
+def _module_structure(module: nn.Module) -> tuple[Any, ...]:
+    """The structure of one module, without those inside it."""
+    own = module.__dict__
+    found = [module, type(module), id(own.get("config"))]
+    found += _settings(own)
+    for key, hook in own["_forward_hooks"].items():
+        if not _captures(hook):
+            found.append(key)
+    found += own["_forward_pre_hooks"]
+    for weight in own["_parameters"].values():
+        if weight is not None:
+            found.append((id(weight), type(weight), weight.dtype, weight.device))
+    for buffer in _buffers(own):
+        found.append((_place_of(buffer), type(buffer), buffer.dtype, buffer.device))
+        found.append(version_of(buffer))
+    return tuple(found)
 
 
 def attentions_of(model: nn.Module, kind: type = PreTrainedConfig) -> set[str]:
@@ -75,8 +88,8 @@ def attentions_of(model: nn.Module, kind: type = PreTrainedConfig) -> set[str]:
     kind: only read configs of this class
     """
     modules = [*_modules(model)]
-    configs = [config for config in _configs_of(model, modules) if isinstance(config, kind)]
-    return _names_of_attention(configs)
+    configs = _configs_of(model, modules)
+    return _names_of_attention([config for config in configs if isinstance(config, kind)])
 
 
 class WeightValues:
@@ -93,7 +106,8 @@ class WeightValues:
         for module in _modules(model):
             self._owners.append(module.__dict__["_parameters"])
             if streamed(module):
-                self._brought += [each.__dict__["_parameters"] for each in _modules(module)]
+                for inner in _modules(module):
+                    self._brought.append(inner.__dict__["_parameters"])
 
     def state(self) -> int:
         """A number that differs after a weight has changed."""
@@ -101,12 +115,16 @@ class WeightValues:
         every: dict[int, Tensor] = {}
         resident: dict[int, Tensor] = {}  # those that no stream loads
         for owner in self._owners:
-            weights = {id(weight): weight for weight in owner.values() if weight is not None}
-            every |= weights
-            if id(owner) not in brought:
-                resident |= weights
+            is_brought = id(owner) in brought
+            for weight in owner.values():
+                if weight is None:
+                    continue
+                every[id(weight)] = weight
+                if not is_brought:
+                    resident[id(weight)] = weight
         versions = sum(map(version_of, every.values()))
-        return hash((versions, *_contents([*resident.values()])))
+        contents = _contents([*resident.values()])
+        return hash((versions, *contents))
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -115,8 +133,9 @@ def has_hooks(module: nn.Module) -> bool:
     if "forward" in own:
         return True
     for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"], *_GLOBAL_HOOKS):
-        if not all(is_own(hook) or _captures(hook) for hook in hooks.values()):
-            return True
+        for hook in hooks.values():
+            if not (is_own(hook) or _captures(hook)):
+                return True
     return False
 
 
@@ -125,7 +144,8 @@ def _captures(hook: object) -> bool:
 
     Such hooks do nothing except in calls that request hidden states, so they do not count as a change of the model.
     """
-    return getattr(hook, "__globals__", {}).get("__name__") == "transformers.utils.output_capturing"
+    module = getattr(hook, "__globals__", {})
+    return module.get("__name__") == "transformers.utils.output_capturing"
 
 
 def _modules(model: nn.Module) -> Iterator[nn.Module]:
@@ -134,7 +154,9 @@ def _modules(model: nn.Module) -> Iterator[nn.Module]:
     while waiting:
         module = waiting.pop()
         yield module
-        waiting.extend(child for child in module._modules.values() if child is not None)
+        for child in module._modules.values():
+            if child is not None:
+                waiting.append(child)
 
 
 def _configs_of(model: nn.Module, modules: list[nn.Module]) -> list[PreTrainedConfig]:
@@ -144,13 +166,20 @@ def _configs_of(model: nn.Module, modules: list[nn.Module]) -> list[PreTrainedCo
     if isinstance(config, PreTrainedConfig):
         every.append(config.get_text_config(decoder=True))
     every += [module.__dict__.get("config") for module in modules]
-    unique = {id(each): each for each in every if isinstance(each, PreTrainedConfig)}
+    unique: dict[int, PreTrainedConfig] = {}
+    for each in every:
+        if isinstance(each, PreTrainedConfig):
+            unique[id(each)] = each
     return [*unique.values()]
 
 
 def _names_of_attention(configs: list[PreTrainedConfig]) -> set[str]:
-    names = (getattr(config, "_attn_implementation", None) for config in configs)
-    return {name for name in names if isinstance(name, str)}
+    names = set()
+    for config in configs:
+        name = getattr(config, "_attn_implementation", None)
+        if isinstance(name, str):
+            names.add(name)
+    return names
 
 
 def _contents(weights: list[Tensor]) -> list[bytes]:
@@ -160,11 +189,13 @@ def _contents(weights: list[Tensor]) -> list[bytes]:
         for part in _plain_parts(local_of(weight)):
             numbers = _sums(part) if part.is_inference() else _sample(part)
             kind = (part.device, numbers.dtype)
-            by_type.setdefault(kind, []).append(numbers)
+            several = by_type.setdefault(kind, [])
+            several.append(numbers)
     contents = []
     for several in by_type.values():
         on_host = torch.cat(several).cpu()
-        contents.append(on_host.view(torch.uint8).numpy().tobytes())
+        plain = on_host.view(torch.uint8).numpy()
+        contents.append(plain.tobytes())
     return contents
 
 
@@ -176,7 +207,10 @@ def _plain_parts(weight: Any) -> list[Tensor]:
     if not hasattr(weight, "__tensor_flatten__"):
         return []
     names, _ = weight.__tensor_flatten__()
-    return [part for name in names for part in _plain_parts(getattr(weight, name))]
+    parts = []
+    for name in names:
+        parts += _plain_parts(getattr(weight, name))
+    return parts
 
 
 def _sample(weight: Tensor) -> Tensor:
@@ -192,7 +226,8 @@ def _sums(weight: Tensor) -> Tensor:
     """The sums of a tensor's rows and columns, read as integers. A change of one number changes two of the sums."""
     integers = _INTEGERS[weight.dtype.itemsize]
     rows = len(weight) if weight.dim() > 1 else 1
-    bits = weight.contiguous().view(integers).view(rows, -1)
+    bits = weight.contiguous().view(integers)
+    bits = bits.view(rows, -1)  # [N, K]
     of_columns = bits.sum(0, dtype=torch.int32)
     of_rows = bits.sum(1, dtype=torch.int32)
     return torch.cat([of_columns, of_rows])
@@ -201,7 +236,10 @@ def _sums(weight: Tensor) -> Tensor:
 def _changes_by_itself(own: dict[str, Any]) -> bool:
     """Whether a module, by its `__dict__`, is a rotary embedding that changes its factors with a sequence's length."""
     rope_type = own.get("rope_type")  # a string, or a dictionary with one for each kind of layer
-    return rope_type is not None and any(kind in str(rope_type) for kind in ("longrope", "dynamic"))
+    if rope_type is None:
+        return False
+    words = str(rope_type)
+    return "longrope" in words or "dynamic" in words
 
 
 def _settings(own: dict[str, Any]) -> Iterator[Any]:
@@ -211,15 +249,21 @@ def _settings(own: dict[str, Any]) -> Iterator[Any]:
     """
     if not _changes_by_itself(own):
         for name, value in own.items():
-            is_setting = type(value) not in _CONTAINERS and isinstance(value, _PLAIN)
-            if is_setting and name != _CAPTURES:
+            if type(value) in _CONTAINERS or name == _CAPTURES:
+                continue
+            if isinstance(value, _PLAIN):
                 yield value
-    yield from (str(own[name]) for name in _ADAPTERS if name in own)
+    for name in _ADAPTERS:
+        if name in own:
+            yield str(own[name])
 
 
 def _buffers(own: dict[str, Any]) -> Iterator[Tensor]:
-    if not _changes_by_itself(own):
-        yield from (buffer for buffer in own["_buffers"].values() if buffer is not None)
+    if _changes_by_itself(own):
+        return
+    for buffer in own["_buffers"].values():
+        if buffer is not None:
+            yield buffer
 
 
 def _place_of(tensor: Tensor) -> int:
