@@ -57,11 +57,15 @@ class _LlamaLayer:
         self.weights = weights_of(layer)
         self.head_norms: HeadNorms | None = None
         if hasattr(attention, "q_norm"):  # as in Qwen3
-            self.head_norms = HeadNorms(norm_of(attention.q_norm), norm_of(attention.k_norm))
+            of_queries = norm_of(attention.q_norm)
+            of_keys = norm_of(attention.k_norm)
+            self.head_norms = HeadNorms(of_queries, of_keys)
         self.scaling: float = attention.scaling
         self.head_dim: int = attention.head_dim
-        windowed = attention.config if attention.config.model_type == "mistral" else attention
-        self.window: int | None = getattr(windowed, "sliding_window", None)  # Llama has none
+        has_window = attention
+        if attention.config.model_type == "mistral":
+            has_window = attention.config
+        self.window: int | None = getattr(has_window, "sliding_window", None)  # Llama has none
         self.activation = mlp.act_fn
         self.norm = norm_of(layer.input_layernorm)
         self.mlp_norm = norm_of(layer.post_attention_layernorm)
@@ -81,8 +85,10 @@ class _LlamaLayer:
         self.gate_products = together(self.gates)
         self.gated = gated_by(self.activation, self.gate_products)
         parts = self.parts
-        self.mix = parts.summed(self.mixing, one(parts.of(self.mixing)))
-        self.down = parts.summed(self.last, one(parts.of(self.last)))
+        mix = one(parts.of(self.mixing))
+        self.mix = parts.summed(self.mixing, mix)
+        down = one(parts.of(self.last))
+        self.down = parts.summed(self.last, down)
 
 
 def is_as_published(model: PreTrainedModel, parts: Parts) -> bool:
@@ -95,25 +101,37 @@ def is_as_published(model: PreTrainedModel, parts: Parts) -> bool:
     kind = model.config.model_type
     if kind not in MODEL_TYPES:
         return False
-    hooked = [module for module in model.modules() if has_hooks(module)]
-    if not all(map(parts.knows_hook_of, hooked)):
-        return False
+    for module in model.modules():
+        if has_hooks(module) and not parts.knows_hook_of(module):
+            return False
     try:
-        inner: Any = model.model
-        passed_by = [model, inner, inner.rotary_emb, inner.norm]
-        for layer in inner.layers:
-            passed_by += [layer, layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm]
-            own_norms = (getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm"))
-            passed_by += [norm for norm in own_norms if norm is not None]
+        passed_by = _modules_passed_by(model)
+        embedding = model.model.embed_tokens
     except AttributeError:
         return False
-    home = f"transformers.models.{kind}.modeling_{kind}"
-    embedding = inner.embed_tokens
     if not is_plain_embedding(embedding) and not parts.knows_hook_of(embedding):  # of this rank's part, which is plain
         return False
+    home = f"transformers.models.{kind}.modeling_{kind}"
     if not all(is_published(type(module), home) for module in passed_by):
         return False
-    return not strange_parts(model, attentions_of(model), hooks=False) and parts.are_usual(model)
+    if strange_parts(model, attentions_of(model), hooks=False):
+        return False
+    return parts.are_usual(model)
+
+
+def _modules_passed_by(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules of a Llama-family model that `LlamaForward` computes itself, instead of calling them."""
+    inner: Any = model.model
+    found = [model, inner, inner.rotary_emb, inner.norm]
+    for layer in inner.layers:
+        attention = layer.self_attn
+        found += [layer, attention, layer.mlp]
+        found += [layer.input_layernorm, layer.post_attention_layernorm]
+        for name in ("q_norm", "k_norm"):
+            norm = getattr(attention, name, None)
+            if norm is not None:
+                found.append(norm)
+    return found
 
 
 class LlamaForward(Forward):
@@ -126,17 +144,19 @@ class LlamaForward(Forward):
 
     def __init__(self, model: PreTrainedModel, name: str = "model", layers: Sequence[int] | None = None):
         config = getattr(model, "config", None)
-        if not isinstance(model, nn.Module) or getattr(config, "model_type", None) not in MODEL_TYPES:
-            kind = getattr(config, "model_type", None) or type(model).__name__
-            raise TypeError(
-                f"{name} must be a transformers causal language model of type {', '.join(MODEL_TYPES)}; got {kind!r}"
-            )
+        kind = getattr(config, "model_type", None)
+        if not isinstance(model, nn.Module) or kind not in MODEL_TYPES:
+            found = kind or type(model).__name__
+            allowed = ", ".join(MODEL_TYPES)
+            raise TypeError(f"{name} must be a transformers causal language model of type {allowed}; got {found!r}")
         super().__init__(model, name)
         every = list(model.model.layers)
-        if layers is not None:
+        if layers is None:
+            layers = range(len(every))
+        else:
             _check_layers(layers, len(every))
             _check_resident(layers, every)
-        self._indices = tuple(range(len(every)) if layers is None else layers)
+        self._indices = tuple(layers)
         self.layers = len(self._indices)
         self._look_up()
         self.watch(model)  # again, because joining moved weights
@@ -153,12 +173,15 @@ class LlamaForward(Forward):
         layers = model.model.layers
         self._layers = [_LlamaLayer(layers[index], self.parts) for index in self._indices]
         self._norm = norm_of(model.model.norm)
-        # Streamed weights are multiplied where they are: no reordered copies.
-        copied = [] if self.stream is not None else [local_of(weight) for _, weight in self.weights()]
+        copied = []
+        if self.stream is None:  # streamed weights are multiplied where they are: no reordered copies
+            copied = [local_of(weight) for _, weight in self.weights()]
         linears = Linears(self.name, copied)
         self._linears = linears
-        ends = Ends(model.get_input_embeddings().weight, self._norm, model.lm_head)
-        self._native = native_pass(self._layers, [*model.parameters()], ends, linears, self.rope_limit)
+        embedding = model.get_input_embeddings()
+        ends = Ends(embedding.weight, self._norm, model.lm_head)
+        parameters = [*model.parameters()]
+        self._native = native_pass(self._layers, parameters, ends, linears, self.rope_limit)
         one: Callable[[nn.Module], Product] = as_it_lies
         together: Callable[[Sequence[nn.Module]], Products] = each_alone
         if self._native is None:  # else PyTorch runs only what the compiled pass does not take
@@ -216,16 +239,8 @@ class LlamaForward(Forward):
             return self._native(tokens, positions, cache_rows, cache, mask, needs_logits=needs_logits, taps=taps)
         attends = mask.attention(self.dtype, self.windows)
         by_head = *tokens.shape, -1, self._head_dim  # [B, N, heads, D]
-        rotary = cache.rotary
-        assert rotary is not None
-        if self.rope_limit is None:
-            turns = Turns.at(rotary, positions)
-        else:  # the largest position decides, as in transformers
-            is_long = positions.amax(1, keepdim=True) >= self.rope_limit
-            of_tokens = rotary[is_long.long(), positions]  # [B, N, 2, D]
-            cos, sin = of_tokens[:, :, :, None].unbind(2)
-            turns = Turns(cos, sin)  # [B, N, 1, D] each
-
+        assert cache.rotary is not None
+        turns = self._turns_at(positions, cache.rotary)
         hidden = self._embed(tokens.flatten())  # [B * N, H]
         computed = None
         states: dict[int, Tensor] = {}
@@ -236,23 +251,43 @@ class LlamaForward(Forward):
                     if taps is not None and index in taps.numbers:
                         states[index] = hidden
                     query, key, value = layer.project(normed)
-                    projected = Projected(query.view(by_head), key.view(by_head), value.view(by_head))
+                    projected = Projected(
+                        query.view(by_head),
+                        key.view(by_head),
+                        value.view(by_head),
+                    )
                     keys, values = cache.read(index)
                     rotated = rotate_and_store(projected, turns, keys, values, cache_rows, layer.head_norms)
+                    rotated = rotated.transpose(1, 2)  # [B, heads, N, D]
                     attend = attends[layer.window]
-                    mixed = attend(rotated.transpose(1, 2), keys, values, layer.scaling)  # [B, heads, N, D]
-                    mixed = mixed.transpose(1, 2).reshape(len(hidden), -1)
-                    hidden, normed = add_rms_norm(hidden, layer.mix(mixed), layer.mlp_norm)
-                    computed = layer.down(layer.gated(normed))
+                    mixed = attend(rotated, keys, values, layer.scaling)  # [B, heads, N, D]
+                    mixed = mixed.transpose(1, 2)
+                    mixed = mixed.reshape(len(hidden), -1)  # [B * N, heads * D]
+                    computed = layer.mix(mixed)
+                    hidden, normed = add_rms_norm(hidden, computed, layer.mlp_norm)
+                    gated = layer.gated(normed)
+                    computed = layer.down(gated)
         if not needs_logits and (taps is None or self.layers not in taps.numbers):
             last = hidden.new_empty(0)
         else:
             _, last = add_rms_norm(hidden, computed, self._norm)
         if taps is not None:
-            taps.take(states | {self.layers: last}, tokens, positions, cache_rows)
+            states[self.layers] = last
+            taps.take(states, tokens, positions, cache_rows)
         if not needs_logits:
             return hidden.new_empty(len(tokens), 0, self.vocab_size)
-        return as_logits(self._head(last).view(*tokens.shape, -1))
+        logits = self._head(last)
+        return as_logits(logits.view(*tokens.shape, -1))
+
+    def _turns_at(self, positions: Tensor, rotary: Tensor) -> Turns:
+        """Cosine and sine of tokens at positions LongTensor[B, N], from a table of `_rotary_table`."""
+        if self.rope_limit is None:
+            return Turns.at(rotary, positions)
+        largest = positions.amax(1, keepdim=True)  # it decides, as in transformers
+        is_long = largest >= self.rope_limit
+        of_tokens = rotary[is_long.long(), positions]  # [B, N, 2, D]
+        cos, sin = of_tokens[:, :, :, None].unbind(2)  # [B, N, 1, D] each
+        return Turns(cos, sin)
 
     @torch.inference_mode()
     def _rotary_table(self, positions: int) -> Tensor:
@@ -263,10 +298,11 @@ class LlamaForward(Forward):
         every = torch.arange(positions, device=self.device)
         limit = self.rope_limit
         if limit is not None:
-            longer = torch.arange(max(positions, limit + 1), device=self.device)
             of_short = self._turns(every.clamp(max=limit - 1))
-            of_long = self._turns(longer)[:positions]
-            return torch.stack([of_short, of_long])
+            enough = max(positions, limit + 1)  # the factors of long sequences need a long one
+            longer = torch.arange(enough, device=self.device)
+            of_long = self._turns(longer)
+            return torch.stack([of_short, of_long[:positions]])
         if self.has_dynamic_rope:
             self._turns(every[:1])  # a short sequence resets the module's factors, which a longer one may have changed
             every = every.clamp(max=self.max_positions - 1)  # rows of absent nodes must not change them again
@@ -281,7 +317,9 @@ def _check_layers(layers: Sequence[int], count: int) -> None:
     """Raise ValueError for layers that are no early exit of a model with `count` layers."""
     if not 1 <= len(layers) < count:
         raise ValueError(f"an early exit must leave 1 .. {count - 1} layers, got {len(layers)}")
-    if not all(0 <= layer < count for layer in layers) or [*layers] != sorted({*layers}):
+    in_range = all(0 <= layer < count for layer in layers)
+    rise = [*layers] == sorted({*layers})
+    if not (in_range and rise):
         raise ValueError(f"the layers of an early exit must rise within 0 .. {count - 1}, got {[*layers]}")
 
 
@@ -290,8 +328,11 @@ def _check_resident(layers: Sequence[int], every: Sequence[nn.Module]) -> None:
 
     layers: indices of the early exit's layers; every: all layers of the model
     """
-    found = {index: streamed(every[index]) for index in layers}
-    passing = [index for index, one in found.items() if one is not None and one.index not in one.stream.resident]
+    passing = []
+    for index in layers:
+        one = streamed(every[index])
+        if one is not None and one.index not in one.stream.resident:
+            passing.append(index)
     if passing:
         raise ValueError(
             f"the layers of an early exit must stay in memory, got {[*layers]} of which {passing} are streamed; load "
@@ -308,7 +349,9 @@ def turns_of(rotary_emb: Any, positions: Tensor, like: Tensor) -> Tensor:
     """
     cos, sin = rotary_emb(like, positions[None])  # [1, N, D] each
     half = cos.shape[-1] // 2
-    signed = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
+    first = sin[0, :, :half]
+    second = sin[0, :, half:]
+    signed = torch.cat([-first, second], -1)
     return torch.stack([cos[0], signed], 1)
 
 
@@ -324,13 +367,23 @@ def gated_by(activation: nn.Module, products: Products) -> Product:
             return activation(gate) * up
 
         return act_and_multiply
+
     at_once: Product | None = getattr(products, "gated", None)  # of `JoinedProducts`
-    return at_once or (lambda hidden: silu_product(*products(hidden)))
+    if at_once is not None:
+        return at_once
+
+    def silu_and_multiply(hidden: Tensor) -> Tensor:
+        gate, up = products(hidden)
+        return silu_product(gate, up)
+
+    return silu_and_multiply
 
 
 def is_plain_embedding(module: nn.Module) -> bool:
     """Whether an embedding looks tokens up in its weight and does nothing else."""
-    return type(module) is nn.Embedding and module.max_norm is None and type(module.weight) is nn.Parameter
+    if type(module) is not nn.Embedding or module.max_norm is not None:
+        return False
+    return type(module.weight) is nn.Parameter
 
 
 def norm_of(module: Any) -> Norm:
