@@ -30,7 +30,7 @@ from simulation.shapes import SHAPES, shape_of
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.streaming.memory import bytes_of
-from heavypath.speculative.trees.planning import Acceptance
+from heavypath.speculative.trees.rates import Acceptance
 from heavypath.speculative.trees.tails import of_any_pair
 
 Number = TypeVar("Number", int, float)

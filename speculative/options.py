@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from heavypath.speculative.ranks.communication import Communication
     from heavypath.speculative.tree_policy import TreePolicy
     from heavypath.speculative.trees.growth import Confidence
-    from heavypath.speculative.trees.planning import Acceptance
+    from heavypath.speculative.trees.rates import Acceptance
     from heavypath.speculative.trees.tree import TokenTree
 
 EosTokens = int | Sequence[int] | None | Literal["model"]
@@ -339,34 +339,45 @@ def with_generation_config(
     except pad_token_id was given, the config's other settings are ignored.
     """
     config = GenerationConfig() if config is None else config
-    found: dict[str, Any] = {name: options.get(name, _LEFT_OUT.get(name)) for name in SamplingOptions.__annotations__}
-    found["temperature"], found["processors"] = temperature, None
+    found: dict[str, Any] = {}
+    for name in SamplingOptions.__annotations__:
+        found[name] = options.get(name, _LEFT_OUT.get(name))
+    found["temperature"] = temperature
+    found["processors"] = None
     if found["pad_token_id"] is None and config.pad_token_id in range(vocab_size):
         found["pad_token_id"] = config.pad_token_id
     left_out = [name for name in ("temperature", *NOTHING) if found[name] == _LEFT_OUT.get(name)]
     if not left_out:
         return found
     theirs = {name: getattr(config, name) for name in NOTHING}
-    ends = config.eos_token_id if isinstance(config.eos_token_id, Sequence) else [config.eos_token_id]
+    ends = config.eos_token_id
+    if not isinstance(ends, Sequence):
+        ends = [ends]
     theirs["eos_token_id"] = [token for token in ends if token in range(vocab_size)]
-    own_temperature = 1.0 if config.temperature is None else config.temperature
-    theirs["temperature"] = own_temperature if config.do_sample else 0.0
+    theirs["temperature"] = 0.0
+    if config.do_sample:
+        theirs["temperature"] = 1.0 if config.temperature is None else config.temperature
     for name in left_out:
-        found[name] = NOTHING[name] if theirs[name] is None else theirs[name]
+        value = theirs[name]
+        found[name] = NOTHING[name] if value is None else value
     if found["stop_strings"] is None:
         found["stop_strings"] = config.stop_strings
     _check_served(config)
-    if any(getattr(config, name, None) not in off for name, off in PROCESSORS.items()):
-        found["processors"] = config
+    for name, off in PROCESSORS.items():
+        if getattr(config, name, None) not in off:
+            found["processors"] = config
     return found
 
 
 def unknown_settings(config: GenerationConfig) -> dict[str, Any]:
     """The settings of a newer transformers that this package does not know, if this config changes their default."""
     known = SERVED | HARMLESS | {*ANOTHER_WAY, *_UNSERVED}
-    theirs = vars(GenerationConfig())
-    usual = {name: (None, False, value) for name, value in theirs.items() if name not in known}
-    return {name: getattr(config, name) for name, off in usual.items() if getattr(config, name, None) not in off}
+    changed = {}
+    for name, default in vars(GenerationConfig()).items():
+        value = getattr(config, name, None)
+        if name not in known and value not in (None, False, default):
+            changed[name] = value
+    return changed
 
 
 def _check_served(config: GenerationConfig) -> None:

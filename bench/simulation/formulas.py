@@ -48,7 +48,8 @@ from simulation.shapes import ModelSize
 from heavypath.speculative.costs.gpu_step import DRAW, LEVEL_KERNELS, LEVEL_NODES, STEP_KERNELS
 from heavypath.speculative.costs.roofline import LAYER_KERNELS, SMALL_KERNEL
 from heavypath.speculative.profile import MATTERS
-from heavypath.speculative.trees.planning import Acceptance, select_tree
+from heavypath.speculative.trees.planning import select_tree
+from heavypath.speculative.trees.rates import Acceptance
 from heavypath.speculative.trees.tree import TokenTree
 
 AHEAD = 2  # places for layers that pass, as `streaming.stream` has them

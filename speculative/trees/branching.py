@@ -14,7 +14,8 @@ Source: Jeon et al. 2024, "Recursive Speculative Decoding" (arXiv 2402.14160), a
 
 from collections.abc import Iterator, Mapping
 
-from heavypath.speculative.trees.planning import Acceptance, Plan, Rates
+from heavypath.speculative.trees.planning import Plan
+from heavypath.speculative.trees.rates import Acceptance, Rates
 from heavypath.speculative.trees.tree import TokenTree
 
 

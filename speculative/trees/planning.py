@@ -35,21 +35,18 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from heavypath.kernels.numbers import real, whole
+from heavypath.speculative.trees.rates import Acceptance, PathAcceptance, Rates, row_at
 from heavypath.speculative.trees.tree import TokenTree
 
-Acceptance = Sequence[float] | Sequence[Sequence[float]] | np.ndarray | Tensor
-PathAcceptance = Callable[[tuple[int, ...]], Sequence[float]]
-
-ROUNDING = 1e-6  # rows may sum to 1 plus this: they may be fp32
 _RISES = "greedy_tree needs acceptance that falls with the child index, got {}"
 TOO_DEEP = np.int32(2**30)  # stands for the depth of a split that is not the best
 TIE = 1e-13  # relative difference of yields that is taken for a rounding error
@@ -87,29 +84,38 @@ def _probabilities(tree: TokenTree, acceptance: Acceptance | PathAcceptance) -> 
     if not isinstance(tree, TokenTree):
         raise TypeError(f"tree must be a TokenTree, got {tree!r}")
     parents, ranks, depths = tree.arrays()
-    probability = np.ones(len(tree))  # first of each node given its parent, then the product along the path
     if callable(acceptance):
-        paths: list[tuple[int, ...]] = [()]
-        rows: dict[int, list[float]] = {}
-        for node in range(1, len(tree)):
-            parent = int(parents[node])
-            rank = int(ranks[node])
-            if parent not in rows:
-                rows[parent] = _row_at(acceptance, paths[parent])
-            row = rows[parent]
-            probability[node] = row[rank] if rank < len(row) else 0
-            paths.append((*paths[parent], rank))
+        probability = _given_parents(acceptance, parents.tolist(), ranks.tolist())
     else:
         rates = Rates.of(acceptance)
         levels, children = rates.matrix.shape
         level = (depths[1:] - 1) * rates.by_depth
         rank = ranks[1:]
         known = (level < levels) & (rank < children)
-        probability[1:] = np.where(known, rates.matrix[level * known, rank * known], 0)
+        rate = rates.matrix[level * known, rank * known]
+        probability = np.ones(len(tree))
+        probability[1:] = np.where(known, rate, 0)
     above = np.maximum(parents, 0)
     while above.any():  # products over paths of 1, 2, 4, ... edges
         probability = probability * probability[above]
         above = above[above]
+    return probability
+
+
+def _given_parents(acceptance: PathAcceptance, parents: list[int], ranks: list[int]) -> np.ndarray:
+    """The probability that each node is accepted if its parent is, fp64 [N]; 1 for the root."""
+    probability = np.ones(len(parents))
+    paths: list[tuple[int, ...]] = [()]
+    rows: dict[int, list[float]] = {}
+    for node in range(1, len(parents)):
+        parent = parents[node]
+        rank = ranks[node]
+        if parent not in rows:
+            rows[parent] = row_at(acceptance, paths[parent])
+        row = rows[parent]
+        probability[node] = row[rank] if rank < len(row) else 0
+        path = (*paths[parent], rank)
+        paths.append(path)
     return probability
 
 
@@ -133,7 +139,8 @@ def greedy_tree(acceptance: Acceptance | PathAcceptance, size: int, max_depth: i
         raise ValueError(f"at most {possible} nodes fit this acceptance and depth {max_depth}, not {size}")
     if possible < size:
         raise ValueError(Rates.of(acceptance).misfit(size, max_depth))
-    return TokenTree(grown.parents, grown.ranks).renumbered("heavy_path")[0]
+    tree, _ = TokenTree(grown.parents, grown.ranks).renumbered("heavy_path")
+    return tree
 
 
 def sequoia_tree(
@@ -160,12 +167,14 @@ def sequoia_tree(
     if misfit:
         raise ValueError(misfit)
     depth = rates.depth_bound(size, max_depth)
-    rates = rates.narrowed(max(1, size - 1))
+    most_children = max(1, size - 1)
+    rates = rates.narrowed(most_children)
     if not rates.by_depth:
         programme = _Programme(rates.matrix, size, bounded=False)
         if programme.depth[0, size] <= depth:
             return programme.tree(size)
-    return _Programme(rates.rows(depth), size, bounded=True).tree(size)
+    programme = _Programme(rates.rows(depth), size, bounded=True)
+    return programme.tree(size)
 
 
 def select_tree(
@@ -188,46 +197,61 @@ def select_tree(
 
     Raises ValueError for acceptance or costs out of range, or if no tree of these sizes fits.
     """
-    if not isinstance(verify_cost, Mapping):
-        raise TypeError(f"verify_cost must map tree sizes to costs, got {verify_cost!r}")
-    by_size = {whole("verify_cost", size): real("verify_cost", cost) for size, cost in verify_cost.items()}
-    sizes = sorted(by_size)
+    sizes, costs = _checked_costs(verify_cost)
     draft_cost = real("draft_cost", draft_cost)
-    if not sizes or sizes[0] < 1:
-        raise ValueError(f"verify_cost must map at least one tree size, an integer >= 1, to a cost, got {verify_cost}")
-    costs = np.array([by_size[size] for size in sizes], np.float64)
-    if not (np.isfinite(costs) & (costs > 0)).all():
-        raise ValueError(f"verify_cost must hold finite costs above 0, got {verify_cost}")
     if not (math.isfinite(draft_cost) and draft_cost >= 0):
         raise ValueError(f"draft_cost must be finite and at least 0, got {draft_cost}")
     _, max_depth, _ = _checked_bounds(sizes[0], max_depth)
 
+    largest = sizes[-1]
     if callable(acceptance):  # it is called with the same paths for every depth
-        deepest, most_tokens, planned = _by_queue(cache(acceptance), sizes[-1], max_depth)
+        planner = _by_queue(cache(acceptance), largest, max_depth)
     elif Rates.of(acceptance).fall:
-        deepest, most_tokens, planned = _by_queue(acceptance, sizes[-1], max_depth)
+        planner = _by_queue(acceptance, largest, max_depth)
     else:
-        deepest, most_tokens, planned = _by_programme(acceptance, sizes[-1], max_depth)
-    limit = most_tokens(deepest)
-    if not np.isfinite(limit[sizes]).any():
-        possible = int(np.isfinite(limit).nonzero()[0].max())
+        planner = _by_programme(acceptance, largest, max_depth)
+    most_tokens = planner.most_tokens(planner.deepest)
+    is_possible = np.isfinite(most_tokens)
+    if not is_possible[sizes].any():
+        possible = int(is_possible.nonzero()[0].max())
         raise ValueError(f"at most {possible} nodes fit acceptance and max_depth {max_depth}, got sizes {sizes}")
+    limit = most_tokens[sizes]  # no tree of any depth yields more
     speedup = 0.0
     size = 0
     depth = 0
-    for edges in range(deepest + 1):
-        speedups = most_tokens(edges)[sizes] / (costs + edges * draft_cost)
+    for edges in range(planner.deepest + 1):
+        tokens = planner.most_tokens(edges)[sizes]
+        speedups = tokens / (costs + edges * draft_cost)
         fastest = int(speedups.argmax())
         if speedups[fastest] > speedup * (1 + TIE):
             speedup = float(speedups[fastest])
             size = sizes[fastest]
             depth = edges
-        best_deeper = limit[sizes] / (costs + (edges + 1) * draft_cost)  # no deeper tree yields more than the limit
-        if best_deeper.max() <= speedup * (1 + TIE):
+        deeper_costs = costs + (edges + 1) * draft_cost
+        best_deeper = (limit / deeper_costs).max()
+        if best_deeper <= speedup * (1 + TIE):
             break
-    tree = planned(size, depth)
+    tree = planner.tree(size, depth)
     tokens = expected_tokens(tree, acceptance)
-    return Plan(tree, tokens, tokens / (verify_cost[size] + tree.depth * draft_cost))
+    cost = verify_cost[size] + tree.depth * draft_cost
+    return Plan(tree, tokens, tokens / cost)
+
+
+def _checked_costs(verify_cost: Mapping[int, float]) -> tuple[list[int], np.ndarray]:
+    """The sizes in `verify_cost`, in rising order, and their costs, fp64. Raises TypeError or ValueError."""
+    if not isinstance(verify_cost, Mapping):
+        raise TypeError(f"verify_cost must map tree sizes to costs, got {verify_cost!r}")
+    by_size = {}
+    for given, cost in verify_cost.items():
+        size = whole("verify_cost", given)
+        by_size[size] = real("verify_cost", cost)
+    sizes = sorted(by_size)
+    if not sizes or sizes[0] < 1:
+        raise ValueError(f"verify_cost must map at least one tree size, an integer >= 1, to a cost, got {verify_cost}")
+    costs = np.array([by_size[size] for size in sizes], np.float64)
+    if not (np.isfinite(costs) & (costs > 0)).all():
+        raise ValueError(f"verify_cost must hold finite costs above 0, got {verify_cost}")
+    return sizes, costs
 
 
 def _checked_bounds(
@@ -235,8 +259,10 @@ def _checked_bounds(
 ) -> tuple[int, int | None, int | None]:
     """The three bounds as Python integers, None for none. Raises TypeError or ValueError for invalid bounds."""
     size = whole("size", size)
-    max_depth = None if max_depth is None else whole("max_depth", max_depth)
-    max_branching = None if max_branching is None else whole("max_branching", max_branching)
+    if max_depth is not None:
+        max_depth = whole("max_depth", max_depth)
+    if max_branching is not None:
+        max_branching = whole("max_branching", max_branching)
     if size < 1:
         raise ValueError(f"size counts the root and must be at least 1, got {size}")
     if max_depth is not None and max_depth < 0:
@@ -244,74 +270,6 @@ def _checked_bounds(
     if max_branching is not None and max_branching < 1:
         raise ValueError(f"max_branching must be at least 1, got {max_branching}")
     return size, max_depth, max_branching
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Checked acceptance: fp64 [depth, child] if by_depth, row d for nodes at depth d + 1; else [1, child] for all."""
-
-    matrix: np.ndarray
-    by_depth: bool
-
-    @classmethod
-    def of(cls, acceptance: Acceptance | PathAcceptance) -> "Rates":
-        """Make it from acceptance [child] or [depth, child]. Raises TypeError or ValueError if that is invalid."""
-        if callable(acceptance):
-            raise ValueError("sequoia_tree takes acceptance [child] or [depth, child], not a function of the path")
-        values: Any = acceptance
-        try:
-            given = values.double().numpy(force=True) if hasattr(values, "numpy") else np.asarray(values, np.float64)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"acceptance must be numbers, [child] or [depth, child], got {values!r}: {error}") from None
-        if given.ndim not in (1, 2) or given.size == 0:
-            raise ValueError(f"acceptance must be [child] or [depth, child], not empty, got shape {[*given.shape]}")
-        matrix = given.reshape(-1, given.shape[-1])
-        in_range = (matrix >= 0) & (matrix <= 1)
-        if not in_range.all() or (matrix.sum(-1) > 1 + ROUNDING).any():
-            raise ValueError(f"acceptance must lie in [0, 1] with rows that sum to at most 1, got {matrix.tolist()}")
-        return cls(matrix, given.ndim == 2)
-
-    @property
-    def fall(self) -> bool:
-        """Whether acceptance never rises with the child index."""
-        return bool((np.diff(self.matrix) <= 0).all())
-
-    def narrowed(self, children: int | None) -> "Rates":
-        """The same without the children after the first `children`; None for all children."""
-        return Rates(self.matrix[:, :children], self.by_depth)
-
-    def rows(self, depth: int) -> np.ndarray:
-        """The acceptance of the first `depth` levels, fp64 [depth, child]; fewer rows if fewer were given by depth."""
-        return self.matrix[:depth] if self.by_depth else self.matrix.repeat(depth, axis=0)
-
-    def depth_bound(self, size: int, max_depth: int | None) -> int:
-        """The largest depth that a tree of `size` nodes can have, in edges."""
-        bound = size - 1
-        if max_depth is not None:
-            bound = min(bound, max_depth)
-        if self.by_depth:
-            bound = min(bound, len(self.matrix))
-        return bound
-
-    def misfit(self, size: int, max_depth: int | None) -> str:
-        """An error message if no tree of `size` nodes is possible, else ""."""
-        children = self.matrix.shape[1]
-        depth = self.depth_bound(size, max_depth)
-        nodes = level = 1
-        for _ in range(depth):
-            level *= children
-            nodes += level
-            if nodes >= size:
-                break
-        return "" if nodes >= size else f"at most {nodes} nodes fit {children} children and depth {depth}, not {size}"
-
-
-def _row_at(acceptance: PathAcceptance, path: tuple[int, ...]) -> list[float]:
-    """The acceptance [child] of the children of the node at `path`; may be empty. Raises ValueError if out of range."""
-    row = [float(rate) for rate in acceptance(path)]
-    if not all(0 <= rate <= 1 for rate in row) or sum(row) > 1 + ROUNDING:
-        raise ValueError(f"acceptance must lie in [0, 1] and sum to at most 1, got {row} at path {path}")
-    return row
 
 
 class _Grown(NamedTuple):
@@ -328,11 +286,12 @@ def _grown(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int | 
     matrix: list[list[float]] = []
     if not callable(acceptance):
         rates = Rates.of(acceptance)
-        if not rates.fall:
-            raise ValueError(_RISES.format(rates.matrix.tolist()))
         matrix = rates.matrix.tolist()
+        if not rates.fall:
+            raise ValueError(_RISES.format(matrix))
         max_depth = rates.depth_bound(size, max_depth)
-    parents, ranks, depths, probabilities = grown = _Grown([], [], [], [])
+    grown = _Grown([], [], [], [])
+    parents, ranks, depths, probabilities = grown
     rows: list[Sequence[float]] = []  # acceptance of each node's children
     # (-probability, depth, parent, rank): of equally probable nodes the shallower comes first, then the earlier parent.
     queue: list[tuple[float, int, int, int]] = [(-1.0, 0, -1, 0)]
@@ -348,7 +307,7 @@ def _grown(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int | 
             upwards.append(ranks[node])
             node = parents[node]
         path = tuple(reversed(upwards))
-        row = _row_at(acceptance, path)
+        row = row_at(acceptance, path)
         if any(later > earlier for earlier, later in pairwise(row)):
             raise ValueError(_RISES.format(f"{row} at path {path}"))
         return row
@@ -357,7 +316,8 @@ def _grown(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int | 
         row = rows[parent]
         if rank < len(row):
             probability = probabilities[parent] * row[rank]
-            heapq.heappush(queue, (-probability, depths[parent] + 1, parent, rank))
+            depth = depths[parent] + 1
+            heapq.heappush(queue, (-probability, depth, parent, rank))
 
     while queue and len(parents) < size:
         negated, depth, parent, rank = heapq.heappop(queue)
@@ -407,9 +367,10 @@ class _Programme:
             worth = self.worth[self._below, nodes, None]  # [R, 1], F of a child's subtree
             accepted = acceptance * np.maximum(worth, 0)  # [R, J]
             self._child[..., nodes] = np.where(worth > 0, accepted, -np.inf)
-            self._child_depth[:, 0, nodes] = self.depth[self._below, nodes] + 1
-            most, depths = self._splits(every, every, nodes)
-            least_depth = depths.min(-1)
+            depth_below = self.depth[self._below, nodes]
+            self._child_depth[:, 0, nodes] = depth_below + 1
+            most, depths = self._splits(every, every, nodes)  # [R, J], [R, J, nodes]
+            least_depth = depths.min(-1)  # [R, J]
             column = -1 - nodes
             self._forest[:, :-1, column] = most
             self._forest_depth[:, :-1, column] = least_depth
@@ -421,15 +382,17 @@ class _Programme:
 
         The depth is a huge number for splits that do not reach the maximum.
         """
-        of_child = slice(1, nodes + 1)  # s = 1 .. nodes
-        of_later = slice(-nodes, None)  # nodes - s, in the same order
+        of_child = (row, rank, slice(1, nodes + 1))  # s = 1 .. nodes
+        of_later = (row, rank, slice(-nodes, None))  # nodes - s, in the same order
+        child_worth = self._child[of_child]
+        later_worth = self._forest[:, 1:][of_later]
+        worth = child_worth + later_worth
         child_depth = np.broadcast_to(self._child_depth, self._child.shape)
-        later_worth = self._forest[:, 1:]
         later_depth = self._forest_depth[:, 1:]
-        worth = self._child[row, rank, of_child] + later_worth[row, rank, of_later]
-        depths = np.maximum(child_depth[row, rank, of_child], later_depth[row, rank, of_later])
+        depths = np.maximum(child_depth[of_child], later_depth[of_later])
         most = worth.max(-1)
-        is_best = worth >= most[..., None] * (1 - TIE)
+        least = most * (1 - TIE)
+        is_best = worth >= least[..., None]
         return most, np.where(is_best, depths, TOO_DEEP)
 
     def tree(self, size: int) -> TokenTree:
@@ -442,14 +405,17 @@ class _Programme:
             if nodes == 0:
                 continue
             _, depths = self._splits(row, rank, nodes)
-            (shallowest,) = (depths == depths.min()).nonzero()
-            child_nodes = 1 + int(shallowest.max())
+            is_shallowest = depths == depths.min()
+            last = is_shallowest.nonzero()[0].max()
+            child_nodes = 1 + int(last)
             child = len(parents)
             parents.append(node)
             ranks.append(rank)
+            row_below = int(self._below[row])
             waiting.append((node, row, rank + 1, nodes - child_nodes))
-            waiting.append((child, int(self._below[row]), 0, child_nodes - 1))
-        return TokenTree(parents, ranks).renumbered("heavy_path")[0]
+            waiting.append((child, row_below, 0, child_nodes - 1))
+        tree, _ = TokenTree(parents, ranks).renumbered("heavy_path")
+        return tree
 
 
 class _Planner(NamedTuple):
@@ -475,24 +441,27 @@ def _by_queue(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int
         tokens[1 : possible + 1] = np.cumsum(probabilities)
         return tokens
 
-    deepest = max(_grown(acceptance, size, max_depth).depths)
-    return _Planner(deepest, most_tokens, lambda size, depth: greedy_tree(acceptance, size, depth))
+    grown = _grown(acceptance, size, max_depth)
+    deepest = max(grown.depths)
+    return _Planner(deepest, most_tokens, partial(greedy_tree, acceptance))
 
 
 def _by_programme(acceptance: Acceptance, size: int, max_depth: int | None) -> _Planner:
     """The best trees by `sequoia_tree`, for any acceptance but a function of the path."""
-    rates = Rates.of(acceptance).narrowed(max(1, size - 1))
+    most_children = max(1, size - 1)
+    rates = Rates.of(acceptance).narrowed(most_children)
     deepest = rates.depth_bound(size, max_depth)
     if rates.by_depth:
 
         def most_tokens(depth: int) -> np.ndarray:
-            return _Programme(rates.rows(depth), size, bounded=True).worth[0]
+            programme = _Programme(rates.rows(depth), size, bounded=True)
+            return programme.worth[0]
     else:
         unbounded = _Programme(rates.matrix, size, bounded=False)
         deepest = min(deepest, int(unbounded.depth.max()))
-        table = _Programme(rates.rows(deepest), size, bounded=True).worth
+        programme = _Programme(rates.rows(deepest), size, bounded=True)
 
         def most_tokens(depth: int) -> np.ndarray:
-            return table[deepest - depth]
+            return programme.worth[deepest - depth]
 
-    return _Planner(deepest, most_tokens, lambda size, depth: sequoia_tree(acceptance, size, depth))
+    return _Planner(deepest, most_tokens, partial(sequoia_tree, acceptance))

@@ -31,19 +31,24 @@ def with_tail(acceptance: Sequence[float] | np.ndarray, children: int = CHILDREN
     No entry of the power law is above the last given one.
     """
     given = np.asarray(acceptance, np.float64)
-    counted = len(given)
+    counted = len(given)  # K
+    if children <= counted:
+        return given.copy()
     accepted = np.concatenate([[0], given.cumsum()])
     rejected = np.maximum(1 - accepted, 0)  # r[0 .. K]
     last = rejected[-1]
-    if children <= counted or last <= 0:
-        none = np.zeros(max(0, children - counted))
+    if last <= 0:
+        none = np.zeros(children - counted)
         return np.concatenate([given, none])
-    half = counted // 2
-    power = np.log(rejected[half] / last) / np.log((counted + 1) / (half + 1))  # b
+    half = counted // 2  # h
+    fall = np.log(rejected[half] / last)
+    power = fall / np.log((counted + 1) / (half + 1))  # b
     further = np.arange(counted + 1, children + 2)  # k + 1 for k = K .. children
-    curve = last * ((counted + 1) / further) ** power  # r[K .. children]
-    falls = curve[:-1] - curve[1:]
-    return np.concatenate([given, np.minimum(falls, given[-1])])
+    shrinking = (counted + 1) / further
+    curve = last * shrinking**power  # r[K .. children]
+    tail = curve[:-1] - curve[1:]
+    tail = np.minimum(tail, given[-1])
+    return np.concatenate([given, tail])
 
 
 def of_any_pair(children: int = CHILDREN, depth: int = DEPTH) -> np.ndarray:
@@ -52,9 +57,10 @@ def of_any_pair(children: int = CHILDREN, depth: int = DEPTH) -> np.ndarray:
     Acceptance rises with depth, because tokens after accepted ones are easier. With the shipped pair and its head, each
     depth has about a twentieth fewer misses than the one above it.
     """
-    vector = with_tail(DEFAULT_ACCEPTANCE, children)
-    rows = vector * HARDER ** np.arange(depth)[:, None]
-    rows[:, 0] = 1 - HARDER ** np.arange(depth) * (1 - vector[0])
+    vector = with_tail(DEFAULT_ACCEPTANCE, children)  # [child]
+    factors = HARDER ** np.arange(depth)  # of the rate of misses, [depth]
+    rows = vector * factors[:, None]
+    rows[:, 0] = 1 - factors * (1 - vector[0])
     return rows
 
 
@@ -87,7 +93,8 @@ class Usual(NamedTuple):
         Later children share the first child's misses in the same proportions as those of the shipped pair.
         """
         shipped = with_tail(DEFAULT_ACCEPTANCE, children)
-        later = self.later * shipped[1:] / (1 - DEFAULT_ACCEPTANCE[0])  # [child - 1], as shares of the misses
+        misses_of_shipped = 1 - DEFAULT_ACCEPTANCE[0]
+        later = self.later * shipped[1:] / misses_of_shipped  # [child - 1], as shares of the misses
         level = np.arange(depth)[:, None]
         misses = (1 - self.first) * self.harder**level  # [depth, 1]
         return np.concatenate([1 - misses, misses * later], axis=1)
@@ -101,19 +108,26 @@ TRAINED_HEAD = Usual(0.72, 0.93)
 # all at high temperatures. Texts that were written before, in which `Retrieval` and `Recall` look, are followed longer
 # than a prompt.
 COOL = 0.8  # temperatures below it are as 0.6, others as 1
-LOOKUP, COOL_LOOKUP, SAMPLED_LOOKUP = Usual(0.45, 0.8, 0.1), Usual(0.27, 0.77, 0.1), Usual(0.2, 1.0, 0.1)
-RETRIEVAL, COOL_RETRIEVAL = Usual(0.7, 0.92, 0.1), Usual(0.33, 0.76, 0.1)
+LOOKUP = Usual(0.45, 0.8, 0.1)
+COOL_LOOKUP = Usual(0.27, 0.77, 0.1)
+SAMPLED_LOOKUP = Usual(0.2, 1.0, 0.1)
+RETRIEVAL = Usual(0.7, 0.92, 0.1)
+COOL_RETRIEVAL = Usual(0.33, 0.76, 0.1)
 
 
 def of_lookup(temperature: float) -> Usual:
     """The usual acceptance of tokens that were found in the prompt or in the output."""
     if temperature == 0:
         return LOOKUP
-    return COOL_LOOKUP if temperature < COOL else SAMPLED_LOOKUP
+    if temperature < COOL:
+        return COOL_LOOKUP
+    return SAMPLED_LOOKUP
 
 
 def of_retrieval(temperature: float) -> Usual:
     """The usual acceptance of tokens that were found in texts written before."""
     if temperature == 0:
         return RETRIEVAL
-    return COOL_RETRIEVAL if temperature < COOL else SAMPLED_LOOKUP
+    if temperature < COOL:
+        return COOL_RETRIEVAL
+    return SAMPLED_LOOKUP
