@@ -4,7 +4,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -13,22 +12,19 @@ from torch.nn.functional import pad
 
 from heavypath.kernels.commit import StateField
 from heavypath.speculative.decoding.drafted import Lap
+from heavypath.speculative.decoding.prefill import blocks_of, most_missing_first, pieces, rows_of_a_pass
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Step, Stepped, StepPlan
 from heavypath.speculative.drafts.changes import LogitChange
 from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
-from heavypath.speculative.models.forward import host_can_read
 from heavypath.speculative.models.text_cache import ModelRows, TextCache
 from heavypath.speculative.names import load
 
 logger = logging.getLogger(__name__)
 
 Launch = Callable[[Lap], Stepped]  # runs a step in a workspace
-
-# One more pass costs about as much time as this many rows: weights are read again, and on a GPU kernels are launched.
-ROWS_OF_A_PASS = {"cpu": 16, "cuda": 512}
 
 
 class Size(NamedTuple):
@@ -53,13 +49,16 @@ class Size(NamedTuple):
     def of(cls, request: Request, plan: StepPlan) -> "Size":
         """Return the size that decoding this request by this plan needs."""
         batch, width = request.prompt.shape
+        penalised = 0
+        if request.processing is not None and request.processing.repetition_penalty != 1:
+            penalised = 1
         return cls(
             sequences=batch,
             cache_rows=width + request.max_new_tokens + plan.rows,
             new_tokens=request.max_new_tokens,
             stops=max(1, len(request.stops)),
             count_slots=plan.depth * plan.branching,
-            penalised=int(request.processing is not None and request.processing.repetition_penalty != 1),
+            penalised=penalised,
         )
 
     def covers(self, other: "Size") -> bool:
@@ -136,8 +135,9 @@ class Workspace:
             count_slots=size.count_slots,
             device=target.device,
         )
+        mebibytes = self.cache_bytes / 2**20
         rows = f"{size.sequences} sequences of {size.cache_rows} rows"
-        logger.debug("a workspace: %.1f MiB of caches, %s", self.cache_bytes / 2**20, rows)
+        logger.debug("a workspace: %.1f MiB of caches, %s", mebibytes, rows)
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
@@ -166,8 +166,9 @@ class Workspace:
 
     def fits(self, size: Size, plan: StepPlan) -> bool:
         """Whether a generation of this size, by this plan, can use the workspace."""
+        same_target = plan.target is self._target
         same_draft = plan.draft is NO_DRAFT or plan.draft is self._draft
-        return self.size.covers(size) and self._target is plan.target and same_draft
+        return same_target and same_draft and self.size.covers(size)
 
     def begin(self, request: Request, plan: StepPlan) -> list[int]:
         """Put a request's prompts into the first slots, and prefill all tokens except the last of each.
@@ -176,7 +177,8 @@ class Workspace:
         request's past. (A draft that is not a model computes its rows again, which costs nothing.) Sequences with the
         most missing tokens come first, so that those with few take no part in later passes.
         """
-        *_, reused = self.beginning(request, plan, order=_most_missing_first(request))
+        order = most_missing_first(request)
+        *_, reused = self.beginning(request, plan, order=order)
         return reused
 
     def beginning(
@@ -192,33 +194,37 @@ class Workspace:
         self.order = [*range(batch)] if order is None else order
         members = torch.tensor(self.order, device=request.prompt.device)
         self._put(request, members)
-        before_roots = request.prompt[members, :-1]
-        lengths = request.lengths[members]
+        before_roots = request.prompt[members, :-1]  # [B, T]
+        counts = request.lengths[members] - 1  # [B], of these tokens
         draft = plan.draft
         rests = draft is not NO_DRAFT and plan.tree.depth == 0  # such a draft reads nothing until it drafts
-        self._behind = dict.fromkeys(range(batch), 0) if rests else {}
+        self._behind = {}
+        if rests:
+            self._behind = dict.fromkeys(range(batch), 0)
         _, target_cache, draft_cache = self.first(batch)
-        target_cache.begin(lengths - 1)
-        draft_cache.begin(lengths - 1)
-        if before_roots.shape[1] == 0 and request.inputs is None:
+        target_cache.begin(counts)
+        draft_cache.begin(counts)
+        inputs = request.inputs
+        if before_roots.shape[1] == 0 and inputs is None:
             yield [0] * batch
             return
-        ends = (lengths - 1).tolist()
+        ends = counts.tolist()
         parts = draft.parts(draft_cache)
         cached, in_parts = self._copy_past(request.past, before_roots, ends, parts)
-        rows_of_pass = rows_of_a_pass(plan, in_one_pass=request.inputs is not None)
+        rows_of_pass = rows_of_a_pass(plan, in_one_pass=inputs is not None)
         blocks = blocks_of(ends, cached, rows_of_pass)
         reused = [*cached]
         for block in blocks:
             for slot, start in enumerate(block.starts):
                 reused[slot] = min(reused[slot], start)
-        if request.inputs is not None:
+        if inputs is not None:
             taps = draft.taps(draft_cache)
-            cached = request.inputs.begin(target_cache, taps, reused)
+            cached = inputs.begin(target_cache, taps, reused)
             blocks = blocks_of(ends, cached, rows_of_pass)
-        for texts, starts in _pieces(before_roots, blocks, chunk):
+        for texts, starts in pieces(before_roots, blocks, chunk):
             _, in_target, in_draft = self.first(len(texts))
-            self._target.prefill(texts, in_target, starts, draft.taps(in_draft))
+            taps = draft.taps(in_draft)
+            self._target.prefill(texts, in_target, starts, taps)
             yield reused
         if rests:
             self._behind = dict(zip(self.order, in_parts[0], strict=True))
@@ -230,7 +236,7 @@ class Workspace:
                 continue
             piecewise: Any = part  # whose prefill takes `starts`
             blocks = blocks_of(ends, in_parts[number], rows_of_pass)
-            for texts, starts in _pieces(before_roots, blocks, chunk, part.overlap):
+            for texts, starts in pieces(before_roots, blocks, chunk, part.overlap):
                 _, _, in_draft = self.first(len(texts))
                 _, in_part = draft.parts(in_draft)[number]
                 piecewise.prefill(texts, in_part, starts)
@@ -250,7 +256,8 @@ class Workspace:
         )
         self.changes = ()
         if request.processors is not None:
-            self.changes = (load("ProcessedSteps").of(request),)
+            processed = load("ProcessedSteps").of(request)
+            self.changes = (processed,)
 
     def _copy_past(
         self, past: TextCache | None, texts: Tensor, ends: list[int], parts: Sequence[tuple[Any, Any]]
@@ -266,15 +273,20 @@ class Workspace:
         if past is None:
             return none, [none for _ in parts]
         shared = past.shared(texts, ends)
-        in_parts = [none if part.forward is None else shared.copy_rows(part.forward, cache) for part, cache in parts]
-        readers = [number for number, (part, _) in enumerate(parts) if part.reads_target]
         lengths = shared.lengths
-        for reader in readers:  # a head must have cached all tokens that the target does not compute again
-            lengths = [min(both) for both in zip(lengths, in_parts[reader], strict=True)]
+        in_parts = []
+        for part, cache in parts:
+            copied = none
+            if part.forward is not None:
+                copied = shared.copy_rows(part.forward, cache)
+            if part.reads_target:  # a head must have cached all tokens that the target does not compute again
+                lengths = [*map(min, lengths, copied)]
+            in_parts.append(copied)
         _, target_cache, _ = self.first(batch)
         cached = shared.limited(lengths).copy_rows(self._target, target_cache)
-        for reader in readers:  # the last entry depends on the next token, which may be another one now
-            in_parts[reader] = [max(0, rows - 1) for rows in cached]
+        for number, (part, _) in enumerate(parts):
+            if part.reads_target:  # its last entry depends on the next token, which may be another one now
+                in_parts[number] = [max(0, rows - 1) for rows in cached]
         return cached, in_parts
 
     def rest_or_catch_up(self, request: Request, before: StepPlan, after: StepPlan, slots: int) -> None:
@@ -286,9 +298,11 @@ class Workspace:
 
         slots: the number of running slots
         """
-        if before.tree.depth > 0 and after.tree.depth == 0:
+        drafted = before.tree.depth > 0
+        drafts = after.tree.depth > 0
+        if drafted and not drafts:
             self._rest(slots)
-        elif before.tree.depth == 0 and after.tree.depth > 0:
+        if drafts and not drafted:
             self._catch_up(request, after, slots)
 
     def _rest(self, slots: int) -> None:
@@ -311,11 +325,12 @@ class Workspace:
         members = numbers[StateField.MEMBER]
         lengths = self._text_lengths(request, numbers)
         cache.reads_to(lengths.to(state.root.device))
-        ends = lengths.tolist()
-        texts = self._texts(request)[members.to(request.prompt.device)]
+        on_device = members.to(request.prompt.device)
+        texts = self._texts(request)[on_device]
         have = [self._behind.pop(member) for member in members.tolist()]
-        blocks = blocks_of(ends, have, rows_of_a_pass(plan))
-        for tokens, starts in _pieces(texts, blocks, None):
+        rows_of_pass = rows_of_a_pass(plan)
+        blocks = blocks_of(lengths.tolist(), have, rows_of_pass)
+        for tokens, starts in pieces(texts, blocks, None):
             _, _, in_draft = self.first(len(tokens))
             draft.prefill(tokens, in_draft, starts)
         logger.debug("the draft has caught up with %d texts", slots)
@@ -323,9 +338,11 @@ class Workspace:
     def _texts(self, request: Request) -> Tensor:
         """Return the tokens of all sequences so far, LongTensor[B, T + M]; undefined after a sequence's end."""
         new = self.state.output[: len(request.prompt)]  # [B, M]
-        column = torch.arange(new.shape[1], device=new.device)
+        most = new.shape[1]
+        column = torch.arange(most, device=new.device)
         position = request.lengths[:, None] + column  # [B, M], of the new tokens
-        return pad(request.prompt, (0, new.shape[1])).scatter(1, position, new)
+        texts = pad(request.prompt, (0, most))
+        return texts.scatter(1, position, new)
 
     def _text_lengths(self, request: Request, numbers: Tensor) -> Tensor:
         """Return the tokens before the roots in some slots, LongTensor[b] on the CPU.
@@ -333,8 +350,10 @@ class Workspace:
         They are the lengths in the target's cache, but not more than an ended sequence has tokens: more may have been
         accepted. numbers: of these slots, on the CPU
         """
-        prompts = request.lengths.cpu()[numbers[StateField.MEMBER]]
-        return numbers[StateField.LENGTHS].minimum(prompts + numbers[StateField.PRODUCED])
+        members = numbers[StateField.MEMBER]
+        prompts = request.lengths.cpu()[members]
+        written = prompts + numbers[StateField.PRODUCED]
+        return written.minimum(numbers[StateField.LENGTHS])
 
     def finish(self, request: Request, plan: StepPlan, rows: int | None = None) -> TextCache:
         """Return a decoded request's sequences, or their first `rows` tokens, with their cache rows.
@@ -342,26 +361,35 @@ class Workspace:
         If another generation will use the same memory, the rows are copied.
         """
         draft = plan.draft
-        numbers = self.state.numbers[:, : len(request.prompt)].cpu()
+        batch = len(request.prompt)
+        numbers = self.state.numbers[:, :batch].cpu()
         slots = numbers[StateField.MEMBER].argsort()
         lengths = self._text_lengths(request, numbers)[slots]
-        width = int(lengths.max()) if rows is None else rows
-        texts = self._texts(request)[:, :width].cpu()
-        is_token = torch.arange(texts.shape[1], device="cpu") < lengths[:, None]
-        texts = texts.where(is_token, -1)  # [B, width]
-        models = [ModelRows(self._target, self._kept(self.target_cache, texts))]
-        missed = [int(lengths[member]) - read for member, read in self._behind.items()]
+        if rows is None:
+            rows = int(lengths.max())
+        texts = self._texts(request)[:, :rows].cpu()  # [B, width]
+        column = torch.arange(texts.shape[1], device="cpu")
+        is_token = column < lengths[:, None]
+        texts = texts.where(is_token, -1)
+
+        kept = self._kept(self.target_cache, texts)
+        models = [ModelRows(self._target, kept)]
+        missed = 0  # rows that a resting draft lacks
+        for member, read in self._behind.items():
+            missed = max(missed, int(lengths[member]) - read)
         for part, cache in draft.parts(self.draft_cache):
             if part.forward is None:
                 continue
-            unsure = max([part.unsure_rows(plan.depth), draft.unsure_rows(plan.depth), *missed])
-            if part.keeps_state:
-                unsure = 0
-            models.append(ModelRows(part.forward, self._kept(cache, texts), unsure))
+            unsure = 0
+            if not part.keeps_state:
+                unsure = max(part.unsure_rows(plan.depth), draft.unsure_rows(plan.depth), missed)
+            kept = self._kept(cache, texts)
+            models.append(ModelRows(part.forward, kept, unsure))
         seen = request.inputs and request.inputs.seen
         return TextCache(texts, slots.tolist(), models, seen)
 
     def _kept(self, cache: RowCache, texts: Tensor) -> RowCache:
+        """The cache, or a copy of the rows of texts [B, any], if another generation will use the same memory."""
         if not self.launcher.outlives:
             return cache
         sequences, width = texts.shape
@@ -370,8 +398,10 @@ class Workspace:
     def first(self, slots: int) -> tuple[Sequences, KeyValueCache, RowCache]:
         """Return views of the state, the target's and the draft's cache for the first `slots` slots."""
         if slots not in self._views:
-            caches = self.target_cache.first(slots), self.draft_cache.first(slots)
-            self._views[slots] = self.state.first(slots), *caches
+            state = self.state.first(slots)
+            target_cache = self.target_cache.first(slots)
+            draft_cache = self.draft_cache.first(slots)
+            self._views[slots] = (state, target_cache, draft_cache)
         return self._views[slots]
 
     def swap(self, one: int, other: int, rows: int | None = None) -> None:
@@ -385,100 +415,3 @@ class Workspace:
         self.state.receive(slot, source.state, of)
         self.target_cache.receive(slot, source.target_cache, of, rows)
         self.draft_cache.receive(slot, source.draft_cache, of, rows)
-
-
-class Block(NamedTuple):
-    """The tokens that one prefill pass reads: `width` consecutive tokens of each sequence in the first `slots` slots.
-
-    starts: for each of these slots, the position of the first token that is read
-    """
-
-    slots: int
-    width: int
-    starts: list[int]
-
-
-def blocks_of(ends: list[int], cached: list[int], rows_of_pass: float) -> list[Block]:
-    """Split prefill into blocks.
-
-    ends, cached: for each slot, how many tokens are to be cached, and how many are; slots that lack most come first
-
-    All sequences with missing tokens take part in the first block. Those with most continue in further blocks, if this
-    saves more rows than another pass costs: the cheapest split of the missing tokens, by dynamic programming. If a
-    sequence lacks fewer tokens than a block's width, some of its rows are computed again, so that no padding lies after
-    the end of the cache.
-
-    rows_of_pass: the number of rows that cost as much as one more pass
-    """
-    missing = [max(0, end - have) for end, have in zip(ends, cached, strict=True)]
-    borders = [0, *sorted({*missing} - {0})]  # how many missing tokens may have been read when a block ends
-    slots = []  # the slots of a block that begins at each border: up to the last one that lacks more tokens
-    for border in borders:
-        lacking = [slot for slot, lacks in enumerate(missing) if lacks > border]
-        slots.append(max(lacking, default=-1) + 1)
-    costs: list[float] = [0]  # the least cost of reading up to each border
-    splits = [[0]]  # and the borders of the blocks that have it
-    for last in range(1, len(borders)):
-        ways = []
-        for first in range(last):
-            rows = slots[first] * (borders[last] - borders[first])
-            ways.append((costs[first] + rows + rows_of_pass, first))
-        cost, first = min(ways)
-        costs.append(cost)
-        splits.append([*splits[first], last])
-    blocks: list[Block] = []
-    for first, last in pairwise(splits[-1]):
-        width = borders[last] - borders[first]
-        starts = []
-        for slot in range(slots[first]):
-            start = min(cached[slot] + borders[first], ends[slot] - width)
-            starts.append(max(0, start))
-        blocks.append(Block(slots[first], width, starts))
-    return blocks
-
-
-def rows_of_a_pass(plan: StepPlan, *, in_one_pass: bool = False) -> float:
-    """Return how many rows cost as much as one more pass; infinity if all sequences must go through in one pass.
-
-    This is so if weights are streamed for each pass, if the longest sequence of a pass decides its rotary embeddings,
-    and if prompts hold more than tokens (`in_one_pass`).
-    """
-    models = [plan.target, *plan.draft.models]
-    depends_on_longest = any(model.rope_limit is not None for model in models)
-    if in_one_pass or plan.target.stream is not None or depends_on_longest:
-        return math.inf
-    return ROWS_OF_A_PASS["cpu" if host_can_read(plan.target.device) else "cuda"]
-
-
-def _most_missing_first(request: Request) -> list[int]:
-    """Return the order in which a request's sequences take slots: those with the most tokens to compute first."""
-    ends = (request.lengths - 1).tolist()
-    sequences = range(len(ends))
-    if request.inputs is not None:
-        return [*sequences]
-    have = [0] * len(ends)
-    if request.past is not None:
-        have = request.past.shared(request.prompt[:, :-1], ends).lengths
-    return sorted(sequences, key=lambda sequence: have[sequence] - ends[sequence])
-
-
-def _pieces(
-    tokens: Tensor, blocks: Sequence[Block], chunk: int | None, shared: int = 0
-) -> Iterator[tuple[Tensor, list[int]]]:
-    """Cut blocks of tokens LongTensor[B, T] into pieces; yield each with the position of each sequence's first token.
-
-    A piece, LongTensor[slots, any], has at most `chunk` tokens of each sequence, and the next `shared` tokens, with
-    which the next piece begins again.
-    """
-    last_column = tokens.shape[1] - 1
-    for block in blocks:
-        first = torch.tensor(block.starts, device=tokens.device)[:, None]  # [slots, 1]
-        is_last = block is blocks[-1]
-        block_end = block.width if is_last else block.width + shared
-        width = chunk or block.width
-        for begin in range(0, block.width, width):
-            end = min(block_end, begin + width + shared)
-            column = torch.arange(begin, end, device=tokens.device)
-            positions = (first + column).clamp(max=last_column)  # undefined after a sequence's end
-            starts = [start + begin for start in block.starts]
-            yield tokens[: block.slots].gather(1, positions), starts

@@ -10,7 +10,7 @@ from head_cases import head_of
 from serving_cases import tiny_llama
 
 from heavypath.speculative import Cascade, EarlyExit, Lookahead, Mixture, PromptLookup, SpeculativeDecoder
-from heavypath.speculative.decoding.workspace import ROWS_OF_A_PASS, blocks_of
+from heavypath.speculative.decoding.prefill import ROWS_OF_A_PASS, blocks_of
 
 VOCAB, PASS = 31, ROWS_OF_A_PASS["cpu"]
 LENGTHS = {
