@@ -48,18 +48,21 @@ def chosen_tree(
 
     A static tree is in heavy-path order. Raises TypeError or ValueError for options that do not fit method or draft.
     """
-    size = TOY_SIZE
-    tree = None
-    chosen_by = "by the options given"
-    if is_toy(target):
-        chosen_by = chosen_by if given else "the default of models of less than a megabyte"
-    elif not {"tree", "tree_size", "branching"} & given.keys():
-        tree = tree_by_estimates(method, target, draft, length=length)
-        size = max(2, len(tree))
-    if tree is None or given:
+    if given:
+        size = TOY_SIZE
+        if not is_toy(target) and not {"tree", "tree_size", "branching"} & given.keys():
+            estimated = tree_by_estimates(method, target, draft, length=length)
+            size = max(2, len(estimated))
         tree = tree_of_options(method, given, size, draft.levels)
+        chosen_by = "by the options given"
+    elif is_toy(target):
+        tree = tree_of_options(method, given, TOY_SIZE, draft.levels)
+        chosen_by = "the default of models of less than a megabyte"
     else:
-        chosen_by = f"by costs estimated for {estimated_for(target)}" + f" and {length:,} tokens" * (length > 0)
+        tree = tree_by_estimates(method, target, draft, length=length)
+        chosen_by = f"by costs estimated for {estimated_for(target)}"
+        if length > 0:
+            chosen_by += f" and {length:,} tokens"
     if isinstance(tree, TokenTree):
         tree, _ = tree.reordered("heavy_path")
     elif draft.root_distributions > 1:
@@ -72,7 +75,9 @@ def chosen_tree(
 
 def is_toy(target: Forward) -> bool:
     """Whether the target is a CPU model so small that a step takes mostly host time, which the estimates ignore."""
-    return target.device.type == "cpu" and target.stream is None and Work.of(target).weight_bytes < TOY_BYTES
+    if target.device.type != "cpu" or target.stream is not None:
+        return False
+    return Work.of(target).weight_bytes < TOY_BYTES
 
 
 def best_plan(
@@ -95,7 +100,9 @@ def best_plan(
 
         return select_branching(rates, costs, level)
     trees = _trees(method, max(costs), rates, sequence_count)
-    return select_tree(rates, costs, level) if trees is None else _best(trees, rates, costs, level)
+    if trees is None:
+        return select_tree(rates, costs, level)
+    return _best(trees, rates, costs, level)
 
 
 def as_drafted(method: str, tree: TokenTree, confidence: Confidence | None) -> TokenTree | Growth:
@@ -108,10 +115,13 @@ def as_drafted(method: str, tree: TokenTree, confidence: Confidence | None) -> T
     usual = METHODS[method].tree_of(8)
     if not isinstance(usual, Growth):
         return tree
+    size = len(tree)
     widths = torch.bincount(tree.depths)[1:]  # of the levels below the root
-    width = min(len(tree) - 1, 2 * int(widths.max()))
-    by_slots = usual.by == "slot"
-    return Growth(usual.by, len(tree), width, tree.depth, confidence=confidence if by_slots else None)
+    widest = int(widths.max())
+    width = min(size - 1, 2 * widest)
+    if usual.by != "slot":
+        confidence = None
+    return Growth(usual.by, size, width, tree.depth, confidence=confidence)
 
 
 def tree_by_estimates(
@@ -133,8 +143,9 @@ def tree_by_estimates(
 def usual_acceptance(method: str, draft: Draft, temperature: float) -> Usual:
     """How often a method usually accepts the tokens of a draft of this kind, if the target has this temperature."""
     usual = draft.usual_acceptance(temperature)
-    by_a_sample = temperature > 0 and METHODS[method].verification == "target_sample"
-    return usual.by_a_sample() if by_a_sample else usual
+    if temperature > 0 and METHODS[method].verification == "target_sample":
+        return usual.by_a_sample()
+    return usual
 
 
 def tokens_of_tree(tree: TokenTree | Growth, usual: Usual) -> float:
@@ -160,7 +171,8 @@ def default_tree(
     """
     if method == "autoregressive":
         return ROOT
-    steps = costs.steps_of(range(1, max(costs.step) + 1))
+    largest = max(costs.step)
+    steps = costs.steps_of(range(1, largest + 1))
     level = costs.level / costs.step[1]
     plan = _usual_plan(method, tuple(steps.values()), level, levels or DEPTH, usual)
     if batch > 1 and plan.speedup < SURE:
@@ -199,7 +211,8 @@ def _usual_plan(method: str, steps: tuple[float, ...], level: float, levels: int
     levels: most levels that the draft can draft
     """
     most_levels = max(1, len(steps) - 1)  # of a tree of that many nodes
-    rates = torch.from_numpy(usual.rates(depth=min(DEPTH, levels, most_levels)))
+    depth = min(DEPTH, levels, most_levels)
+    rates = torch.from_numpy(usual.rates(depth=depth))
     sequences = SEQUENCES if METHODS[method].independent_sequences else None
     costs = dict(enumerate(steps, 1))
     return best_plan(method, rates, costs, level, sequences)
@@ -215,31 +228,18 @@ def tree_of_options(method: str, given: Mapping[str, Any], size: int, levels: in
     Raises TypeError or ValueError for options that the method does not have, or that do not fit each other or the
     draft.
     """
-    from heavypath.speculative.trees.checks import check_given, check_numbers
+    from heavypath.speculative.trees.checks import check_given
 
-    options = dict(given)
     tree = given.get("tree")
     if tree is None:
-        nodes = options.pop("tree_size", size)
-        nodes = whole("tree_size", nodes)
-        if not 2 <= nodes <= MAX_NODES:  # checked before planning, which takes a while for many nodes
-            raise ValueError(f"tree_size counts the root and must be in 2 .. {MAX_NODES}, got {nodes}")
-        for name in options:
-            if name not in METHODS[method].options:
-                has = ", ".join(METHODS[method].options) or "none but tree_size"
-                raise ValueError(f"method {method!r} has no option {name!r}; it has {has}")
-        check_numbers(options)
-        if "branching" in options and len(given) > 1:
-            others = ", ".join(name for name in given if name != "branching")
-            raise ValueError(f"branching says all of the tree's shape; leave out {others}")
-        tree = METHODS[method].tree_of(nodes, **options)
-        if levels is not None and tree.depth > levels and not {"max_depth", "branching"} & options.keys():
-            limited = "max_depth" in METHODS[method].options
-            tree = METHODS[method].tree_of(nodes, **options, max_depth=levels) if limited else top(tree, levels)
+        tree = _shaped_tree(method, given, size, levels)
     else:
-        check_given(method, METHODS[method].tree_of(8), tree, [name for name in options if name != "tree"])
+        others = [name for name in given if name != "tree"]
+        check_given(method, METHODS[method].tree_of(8), tree, others)
     if levels is not None and tree.depth > levels:
-        what = f"max_depth {options['max_depth']}" if "max_depth" in options else f"a tree of {tree.depth} levels"
+        what = f"a tree of {tree.depth} levels"
+        if "max_depth" in given:
+            what = f"max_depth {given['max_depth']}"
         raise ValueError(
             f"the draft can draft {levels} levels of a tree, got {what}; give at most {levels} levels "
             f"(max_depth={levels}, tree.truncated({levels})[0])"
@@ -249,13 +249,41 @@ def tree_of_options(method: str, given: Mapping[str, Any], size: int, levels: in
     return tree
 
 
+def _shaped_tree(method: str, given: Mapping[str, Any], size: int, levels: int | None) -> TokenTree | Growth:
+    """The tree of `tree_of_options` if none is given, only numbers for its shape."""
+    from heavypath.speculative.trees.checks import check_numbers
+
+    row = METHODS[method]
+    options = dict(given)
+    nodes = whole("tree_size", options.pop("tree_size", size))
+    if not 2 <= nodes <= MAX_NODES:  # checked before planning, which takes a while for many nodes
+        raise ValueError(f"tree_size counts the root and must be in 2 .. {MAX_NODES}, got {nodes}")
+    for name in options:
+        if name not in row.options:
+            has = ", ".join(row.options) or "none but tree_size"
+            raise ValueError(f"method {method!r} has no option {name!r}; it has {has}")
+    check_numbers(options)
+    if "branching" in options and len(given) > 1:
+        others = ", ".join(name for name in given if name != "branching")
+        raise ValueError(f"branching says all of the tree's shape; leave out {others}")
+    tree = row.tree_of(nodes, **options)
+    depth_is_given = "max_depth" in options or "branching" in options
+    if levels is None or tree.depth <= levels or depth_is_given:
+        return tree
+    if "max_depth" in row.options:
+        return row.tree_of(nodes, **options, max_depth=levels)
+    return top(tree, levels)
+
+
 def top(tree: TokenTree | Growth, levels: int | None) -> TokenTree | Growth:
     """A tree, or a growth, limited to its first `levels` levels; unchanged for None."""
     if levels is None or tree.depth <= levels:
         return tree
     if isinstance(tree, TokenTree):
-        return tree.truncated(levels)[0]
-    return replace(tree, depth=levels, size=min(tree.size, 1 + levels * tree.width))
+        cut, _ = tree.truncated(levels)
+        return cut
+    most_nodes = 1 + levels * tree.width
+    return replace(tree, depth=levels, size=min(tree.size, most_nodes))
 
 
 def _best(trees: Iterator[TokenTree], rates: Tensor, costs: Mapping[int, float], level: float) -> "Plan":
@@ -265,7 +293,8 @@ def _best(trees: Iterator[TokenTree], rates: Tensor, costs: Mapping[int, float],
     plans = []
     for tree in trees:
         tokens = expected_tokens(tree, rates)
-        plans.append(Plan(tree, tokens, tokens / (costs[len(tree)] + tree.depth * level)))
+        cost = costs[len(tree)] + tree.depth * level
+        plans.append(Plan(tree, tokens, tokens / cost))
     return max(plans, key=lambda plan: plan.speedup)
 
 
@@ -273,8 +302,9 @@ def _trees(method: str, size: int, rates: Tensor, sequence_count: int | None) ->
     """The trees of at most `size` nodes that a method can have, the root alone included; None if it can have any."""
     depth = len(rates)
     if sequence_count is not None:
-        lengths = range(min(depth, (size - 1) // sequence_count) + 1)
-        return (TokenTree.independent(sequence_count, length) for length in lengths)
+        longest = min(depth, (size - 1) // sequence_count)
+        return (TokenTree.independent(sequence_count, length) for length in range(longest + 1))
     if method == "chain":
-        return (TokenTree.chain(length) for length in range(min(size - 1, depth) + 1))
+        longest = min(depth, size - 1)
+        return (TokenTree.chain(length) for length in range(longest + 1))
     return None

@@ -66,7 +66,8 @@ class TreesByBatch:
 
     def __init__(self, by_batch: Mapping[int, TokenTree | Growth]):
         self.by_batch = dict(sorted(by_batch.items()))
-        self._standing_for = cache(partial(standing_for, batches=(*self.by_batch,)))
+        batches = (*self.by_batch,)
+        self._standing_for = cache(partial(standing_for, batches=batches))
         for tree in self.by_batch.values():
             if not isinstance(tree, TokenTree | Growth):
                 raise TypeError(f"a tree policy must return a TokenTree, as TokenTree.chain(4), got {tree!r}")
@@ -91,15 +92,25 @@ def trees_up_to(
     rests: whether a tree may be the root alone although others are not, so that the draft rests
     """
     known = [*batches]
-    needed = sorted({standing_for(running, known) for running in range(1, most + 1)})
-    trees = {batch: tree_at(batch) for batch in needed}
-    fewest = needed[0]
+    needed = {standing_for(running, known) for running in range(1, most + 1)}
+    trees = {batch: tree_at(batch) for batch in sorted(needed)}
+    fewest = min(needed)
     if len(trees[fewest]) == 1:  # if drafting does not pay for one sequence, it does not for several
         return TreesByBatch({fewest: trees[fewest]})
     if not rests:
         smallest = METHODS[method].tree_of(2)
-        trees = {batch: tree if len(tree) > 1 else smallest for batch, tree in trees.items()}
+        trees = _all_drafting(trees, smallest)
     return TreesByBatch(trees)
+
+
+def _all_drafting(
+    trees: Mapping[int, TokenTree | Growth], smallest: TokenTree | Growth
+) -> dict[int, TokenTree | Growth]:
+    """These trees, with the smallest tree instead of each that is the root alone."""
+    drafting = {}
+    for running, tree in trees.items():
+        drafting[running] = smallest if len(tree) == 1 else tree
+    return drafting
 
 
 class TreePolicy:
@@ -135,13 +146,15 @@ class TreePolicy:
         rests: whether a tree may be the root alone although others are not, for drafts that can rest. If False, at
             least one token is drafted in every step, or none in any
         """
-        trees = {running: self.tree(filters, running) for running in range(1, most + 1)}
+        trees = {}
+        for running in range(1, most + 1):
+            trees[running] = self.tree(filters, running)
         found = TreesByBatch(trees)
         drafts = any(len(tree) > 1 for tree in found.trees)
         if rests or not drafts:
             return found
         smallest = TokenTree.chain(1)
-        return TreesByBatch({running: tree if len(tree) > 1 else smallest for running, tree in trees.items()})
+        return TreesByBatch(_all_drafting(trees, smallest))
 
     def for_serving(self, slots: int) -> TreesByBatch:
         """The trees of a service with this many slots, whose requests come and go, and are sampled differently."""
@@ -149,12 +162,18 @@ class TreePolicy:
 
     def watcher(self, plan: StepPlan, filters: Filters, batch: int) -> Watcher:
         """The object that chooses the tree after each step, if there are several `candidates`. plan: of step 0."""
-        return load("Adapting")(lambda running, *_: self.tree(filters, running))
+
+        def tree_of(running: int, *_: Any) -> TokenTree | Growth:
+            return self.tree(filters, running)
+
+        return load("Adapting")(tree_of)
 
     def to_warm_up(self, filters: Filters, batch: int) -> Callable[[int], Shape] | None:
         """A function from a number of running sequences to their tree; None if any number may have any candidate."""
         trees = self.by_batch(filters, batch)
-        return None if len(trees.trees) < 2 else trees.of
+        if len(trees.trees) == 1:
+            return None
+        return trees.of
 
     def expected_gain(self, stats: Statistics, tree: Shape) -> float | None:
         """The estimated speed of a finished generation divided by that of plain decoding; None without an estimate."""
@@ -203,12 +222,16 @@ class StepCosts:
         key = (tree, running)
         if key not in self._found:
             batch = standing_for(running, BATCHES)
-            if batch not in self._by_batch:
-                self._by_batch[batch] = estimates(self._target, self._draft.models, batch, length=self._length)
-            costs = self._by_batch[batch]
+            costs = self._costs_of(batch)
             plain = costs.step[1]
-            self._found[key] = costs.step_seconds(len(tree), tree.depth) / plain
+            seconds = costs.step_seconds(len(tree), tree.depth)
+            self._found[key] = seconds / plain
         return self._found[key]
+
+    def _costs_of(self, batch: int) -> Costs:
+        if batch not in self._by_batch:
+            self._by_batch[batch] = estimates(self._target, self._draft.models, batch, length=self._length)
+        return self._by_batch[batch]
 
 
 class TreeByCosts(TreePolicy):
@@ -282,8 +305,13 @@ class TreeByCosts(TreePolicy):
         rest = None
         if self._may_rest(filters):
             rest = self.rest
-            rest.begin(plan.tree, rests=plan.tree != trees.of(batch))
-        return load("Adapting")(lambda running, *_: trees.of(running), rest)
+            rests = plan.tree != trees.of(batch)
+            rest.begin(plan.tree, rests=rests)
+
+        def tree_of(running: int, *_: Any) -> TokenTree | Growth:
+            return trees.of(running)
+
+        return load("Adapting")(tree_of, rest)
 
     def expected_gain(self, stats: Statistics, tree: Shape) -> float | None:
         """Measured tokens per step divided by the estimated cost of a step; None if nothing is drafted."""
@@ -296,13 +324,15 @@ class TreeByCosts(TreePolicy):
         """The size of a batch's tree and the reason for it, with the number of sequences if the tree depends on it."""
         if tree == self.alone:
             return super().in_words(tree, batch)
-        return _in_words(tree, f"by costs estimated for {batch} sequence{'s' * (batch > 1)}")
+        sequences = "1 sequence" if batch == 1 else f"{batch} sequences"
+        return _in_words(tree, f"by costs estimated for {sequences}")
 
     @cached_property
     def rest(self) -> "Rest":
         """Decides when the draft rests because drafting does not pay; kept from one generation to the next."""
         usual = self._draft.usual_acceptance(0.0)
-        return load("Rest")(self._target, self._draft, self.cost, lambda tree: tokens_of_tree(tree, usual))
+        tokens_of = partial(tokens_of_tree, usual=usual)
+        return load("Rest")(self._target, self._draft, self.cost, tokens_of)
 
     def _may_rest(self, filters: Filters) -> bool:
         return self._can_rest and self._row.texts_ignore_trees(filters)
@@ -310,16 +340,19 @@ class TreeByCosts(TreePolicy):
     def _trees_up_to(self, filters: Filters, most: int, rests: bool) -> TreesByBatch:
         temperature = filters.temperature
         if not self._row.texts_ignore_trees(filters):
-            return TreesByBatch({1: self._for_the_whole_text(most, temperature)})
+            tree = self._for_the_whole_text(most, temperature)
+            return TreesByBatch({1: tree})
         assert self.alone is not None
         if self._is_fixed:
             return TreesByBatch({1: self.alone})
         if rests and not self._can_rest:
-            of_all = self._tree(standing_for(most, BATCHES), temperature)
+            largest = standing_for(most, BATCHES)
+            of_all = self._tree(largest, temperature)
             if len(of_all) == 1:
                 return TreesByBatch({1: ROOT})
-        rests = rests and self._can_rest
-        return trees_up_to(most, BATCHES, lambda batch: self._tree(batch, temperature), self._method, rests=rests)
+            rests = False
+        tree_at = partial(self._tree, temperature=temperature)
+        return trees_up_to(most, BATCHES, tree_at, self._method, rests=rests)
 
     def _for_the_whole_text(self, batch: int, temperature: float) -> TokenTree | Growth:
         """The tree of all steps of a generation: that of one sequence if it surely pays for the batch, or the batch's.
@@ -328,24 +361,31 @@ class TreeByCosts(TreePolicy):
         tree of a larger batch is smaller, and ROOT if no tree surely pays, so that none is slower than plain decoding.
         """
         tree = self._tree(1, temperature)
-        if batch == 1 or self._is_fixed or len(tree) == 1 or self._is_toy:
+        if batch == 1 or len(tree) == 1:
             return tree
-        tokens = tokens_of_tree(tree, usual_acceptance(self._method, self._draft, temperature))
+        if self._is_fixed or self._is_toy:
+            return tree
+        usual = usual_acceptance(self._method, self._draft, temperature)
+        tokens = tokens_of_tree(tree, usual)
         if tokens >= SURE * self.cost(tree, batch):
             return tree
         return self._tree(standing_for(batch, BATCHES), temperature)
 
     def _tree(self, batch: int, temperature: float) -> TokenTree | Growth:
-        key = (batch, usual_acceptance(self._method, self._draft, temperature))
+        usual = usual_acceptance(self._method, self._draft, temperature)
+        key = (batch, usual)
         if key not in self._found:
-            tree = tree_by_estimates(self._method, self._target, self._draft, batch, temperature, self._length)
-            logger.debug("the estimated tree for %d sequences: %d nodes, %d levels", batch, len(tree), tree.depth)
-            is_alone = batch == 1 and (tree == self.alone or self._is_toy)
-            if self._is_fixed or is_alone:
-                assert self.alone is not None
-                tree = self.alone
-            self._found[key] = tree
+            self._found[key] = self._new_tree(batch, temperature)
         return self._found[key]
+
+    def _new_tree(self, batch: int, temperature: float) -> TokenTree | Growth:
+        tree = tree_by_estimates(self._method, self._target, self._draft, batch, temperature, self._length)
+        logger.debug("the estimated tree for %d sequences: %d nodes, %d levels", batch, len(tree), tree.depth)
+        is_alone = batch == 1 and (tree == self.alone or self._is_toy)
+        if self._is_fixed or is_alone:
+            assert self.alone is not None
+            return self.alone
+        return tree
 
 
 def policy_of(method: str, row: Method, options: Mapping[str, Any], target: Forward, draft: Draft) -> TreePolicy:
@@ -354,10 +394,13 @@ def policy_of(method: str, row: Method, options: Mapping[str, Any], target: Forw
     if not given:
         return TreeByCosts(method, row, target, draft)
     if "trees" not in given:
-        return FixedTree(*chosen_tree(method, given, target, draft))
+        tree, chosen_by = chosen_tree(method, given, target, draft)
+        return FixedTree(tree, chosen_by)
     policy = given.pop("trees")
     if not isinstance(policy, TreePolicy):
-        hint = f"; give {policy.__name__}(...)" if isinstance(policy, type) and issubclass(policy, TreePolicy) else ""
+        hint = ""
+        if isinstance(policy, type) and issubclass(policy, TreePolicy):
+            hint = f"; give {policy.__name__}(...)"
         raise TypeError(f"trees must be an object of a class that inherits TreePolicy, got {policy!r}{hint}")
     try:
         inspect.signature(policy.tree).bind(None, None)
@@ -370,6 +413,9 @@ def policy_of(method: str, row: Method, options: Mapping[str, Any], target: Forw
 
 def given_trees(options: Mapping[str, Any]) -> dict[str, Any]:
     """The tree options of a decoder that are not None, without `profile` and `replan`. options: all its options."""
-    names = [name for name in TreeOptions.__annotations__ if name not in ("profile", "replan")]
-    given = {name: options.get(name) for name in names}
-    return {name: value for name, value in given.items() if value is not None}
+    given = {}
+    for name in TreeOptions.__annotations__:
+        value = options.get(name)
+        if value is not None and name not in ("profile", "replan"):
+            given[name] = value
+    return given
