@@ -22,7 +22,7 @@ from heavypath.speculative.trees.tree import ROOT, TokenTree
 if TYPE_CHECKING:
     from heavypath.speculative.decoding.request import Request
     from heavypath.speculative.profile import Profile
-    from heavypath.speculative.trees.planning import Acceptance
+    from heavypath.speculative.trees.rates import Acceptance
 
 # The draws for which each verification is lossless.
 LOSSLESS_FOR = {name: rule.draws for name, rule in VERIFICATION_RULES.items() if rule.draws}
@@ -79,10 +79,11 @@ class Method:
     def __post_init__(self) -> None:
         _check_word("draw", self.draw, DRAWS)
         _check_word("verification", self.verification, VERIFICATIONS)
-        if self.is_lossless and self.draw not in LOSSLESS_FOR[self.verification]:
+        draws = LOSSLESS_FOR.get(self.verification, DRAWS)
+        if self.draw not in draws:
+            lossless = " or ".join(draws)
             raise ValueError(
-                f"verification {self.verification!r} is lossless for children drawn "
-                f"{' or '.join(LOSSLESS_FOR[self.verification])}, got draw {self.draw!r}"
+                f"verification {self.verification!r} is lossless for children drawn {lossless}, got draw {self.draw!r}"
             )
         if self.fill and self.draw != "without_replacement":
             raise ValueError(f"fill needs draw 'without_replacement', got {self.draw!r}")
@@ -102,9 +103,13 @@ class Method:
 
         draft_temperature: default: the target's
         """
-        greedy = temperature == 0
-        draw = "top_k" if greedy or draft_temperature == 0 else self.draw
-        return draw, "greedy" if greedy and self.verification != OWN else self.verification
+        draw = self.draw
+        verification = self.verification
+        if temperature == 0 or draft_temperature == 0:
+            draw = "top_k"
+        if temperature == 0 and verification != OWN:
+            verification = "greedy"
+        return draw, verification
 
     def texts_ignore_trees(self, filters: Filters) -> bool:
         """Whether the output is the same for all trees: at temperature 0, and for verification "race"."""
@@ -120,14 +125,17 @@ class Method:
         """
         if self.verification not in (*REJECTION, *VERIFIERS):
             return ()
-        grows = self.tree_of in _GROWING
-        return tuple(word for word in VERIFIERS if not (grows and word in _SIBLINGS_FIRST))
+        if self.tree_of in _GROWING:
+            return tuple(word for word in VERIFIERS if word not in _SIBLINGS_FIRST)
+        return VERIFIERS
 
     def verified_by(self, verifier: str | None) -> "Method":
         """The same method with another verification, if `verifier` is one of `verifiers`; else unchanged."""
         if verifier not in self.verifiers:
             return self
-        return replace(self, verification=self.draw if verifier == "rejection" else verifier)
+        if verifier == "rejection":
+            return replace(self, verification=self.draw)
+        return replace(self, verification=verifier)
 
     @property
     def is_lossless(self) -> bool:
@@ -156,13 +164,17 @@ def _root(size: int) -> TokenTree:
 
 def _chain(size: int, threshold: float = 0.0) -> TokenTree | Growth:
     """A chain. With a threshold it may end early, so it is a `Growth` with one node a level."""
-    return TokenTree.chain(size - 1) if threshold == 0 else Growth("slot", size, 1, size - 1, threshold)
+    if threshold == 0:
+        return TokenTree.chain(size - 1)
+    return Growth("slot", size, 1, size - 1, threshold)
 
 
 def _sequences(size: int, width: int = 3) -> TokenTree:
     """`width` sequences of equal length below the root."""
-    width = min(width, size - 1)
-    return TokenTree.independent(width, max(1, (size - 1) // width))
+    below_root = size - 1
+    width = min(width, below_root)
+    length = max(1, below_root // width)
+    return TokenTree.independent(width, length)
 
 
 def _default_depth(size: int) -> int:
@@ -170,8 +182,11 @@ def _default_depth(size: int) -> int:
 
     Up to LARGE nodes, twice the nodes add one level; above, they add three.
     """
-    beyond = round(3 * math.log2(max(size, LARGE) / LARGE))
-    return min(size - 1, max(2, min(size, LARGE).bit_length() - 1 + beyond))
+    up_to_large = min(size, LARGE)
+    doublings = up_to_large.bit_length() - 1
+    beyond = math.log2(max(size, LARGE) / LARGE)
+    depth = doublings + round(3 * beyond)
+    return min(size - 1, max(2, depth))
 
 
 def _planned(size: int, acceptance: "Acceptance | None" = None, max_depth: int | None = None) -> TokenTree:
@@ -179,10 +194,14 @@ def _planned(size: int, acceptance: "Acceptance | None" = None, max_depth: int |
 
     It has fewer nodes than `size` if the acceptance has too few children and levels for that many.
     """
-    from heavypath.speculative.trees.planning import Rates, greedy_tree, sequoia_tree
+    from heavypath.speculative.trees.planning import greedy_tree, sequoia_tree
+    from heavypath.speculative.trees.rates import Rates
 
-    usual = _default_depth(size) if acceptance is None else size - 1
-    levels = usual if max_depth is None else min(max_depth, size - 1)
+    levels = size - 1
+    if max_depth is not None:
+        levels = min(levels, max_depth)
+    elif acceptance is None:
+        levels = _default_depth(size)
     given = DEFAULT_ACCEPTANCE if acceptance is None else acceptance
     Rates.of(given)  # checks the values
     plan = sequoia_tree
@@ -192,9 +211,12 @@ def _planned(size: int, acceptance: "Acceptance | None" = None, max_depth: int |
 
         plan = greedy_tree
         rates = torch.from_numpy(of_any_pair(size // 8))
+    most_levels = levels
+    if rates.dim() == 2:
+        most_levels = min(levels, len(rates))
     children = rates.shape[-1]
     possible = 1
-    for depth in range(1, (levels if rates.dim() == 1 else min(levels, len(rates))) + 1):
+    for depth in range(1, most_levels + 1):
         possible = min(size, possible + children**depth)
     return plan(rates, possible, levels)
 
@@ -216,11 +238,14 @@ def _by_levels(
         from heavypath.speculative.trees.branching import branching_tree
 
         levels = _default_depth(size) if max_depth is None else max_depth
-        return branching_tree(DEFAULT_ACCEPTANCE if acceptance is None else acceptance, size, levels)
+        rates = DEFAULT_ACCEPTANCE if acceptance is None else acceptance
+        return branching_tree(rates, size, levels)
     if acceptance is not None:
         raise ValueError("with acceptance the number of children is planned; leave out width")
     tree = _k_ary(size, width)
-    return tree if max_depth is None else tree.truncated(max_depth)[0]
+    if max_depth is not None:
+        tree, _ = tree.truncated(max_depth)
+    return tree
 
 
 def _k_ary(size: int, width: int) -> TokenTree:
@@ -231,16 +256,22 @@ def _k_ary(size: int, width: int) -> TokenTree:
     while nodes + level <= size:
         nodes += level
         level *= width
-        depth = depth + 1
-    return TokenTree.k_ary(width, depth) if depth else TokenTree.k_ary(size - 1, 1)
+        depth += 1
+    if depth == 0:
+        return TokenTree.k_ary(size - 1, 1)
+    return TokenTree.k_ary(width, depth)
 
 
 def _beam(size: int, width: int | None = None, max_depth: int | None = None) -> Growth:
     """Stochastic beam search with equally wide levels."""
+    below_root = size - 1
     depth = _default_depth(size) if max_depth is None else max_depth
-    width = max(1, (size - 1) // max(1, depth)) if width is None else width
-    depth = min(depth, max(1, (size - 1) // max(1, width)))
-    return Growth("beam", min(size, 1 + width * depth), width, depth)
+    if width is None:
+        width = max(1, below_root // max(1, depth))
+    deepest = max(1, below_root // max(1, width))
+    depth = min(depth, deepest)
+    most_nodes = 1 + width * depth
+    return Growth("beam", min(size, most_nodes), width, depth)
 
 
 def _by_slots(
@@ -272,11 +303,14 @@ def _grown(
 ) -> Growth:
     """A `Growth`. By default a level may have half of the nodes: wider levels are rare and cost draft time."""
     depth = _default_depth(size) if max_depth is None else min(max_depth, size - 1)
+    levels = max(1, depth)
     if width is None:
-        half = max(-(-size // 2), -(-(size - 1) // max(1, depth)))
-        fits = (MAX_SLOTS - 1) // max(1, depth)
-        width = min(half, fits)
-    return Growth(by, min(size, 1 + width * depth), width, depth, threshold, confidence)
+        half = math.ceil(size / 2)
+        needed = math.ceil((size - 1) / levels)
+        fits = (MAX_SLOTS - 1) // levels
+        width = min(max(half, needed), fits)
+    most_nodes = 1 + width * depth
+    return Growth(by, min(size, most_nodes), width, depth, threshold, confidence)
 
 
 _GROWING = (_beam, _by_slots, _by_nodes)
@@ -355,7 +389,9 @@ def measured_row(method: str, verifier: str | None, device_type: str) -> Method:
     That is `verifier` if the method can be verified by it, else the method's default.
     """
     row = row_of(method)
-    return row.verified_by(verifier if verifier in row.verifiers else default_verifier(method, device_type))
+    if verifier not in row.verifiers:
+        verifier = default_verifier(method, device_type)
+    return row.verified_by(verifier)
 
 
 def row_of(method: str, verifier: str | None = None) -> Method:
@@ -393,15 +429,19 @@ def asked_row(method: str, options: Mapping[str, Any]) -> Method:
 
     Raises TypeError or ValueError for options that the method does not have, or that do not fit each other.
     """
-    verifier = options.get("verifier")
-    row = row_of(method, verifier if isinstance(verifier, str) else None)
+    own = options.get("verifier")
+    if own is None or isinstance(own, str):
+        row = row_of(method, own)
+        own = row.verifier
+    else:
+        row = row_of(method)
     limits = {name: options[name] for name in ("epsilon", "delta") if options.get(name) is not None}
     if limits and row.verification != "typical":
         raise ValueError(f"only typical acceptance, method 'typical-lossy', takes {' and '.join(limits)}")
     draft_filters_of(options, Filters()).check("draft_")
-    own = row.verifier if verifier is None or isinstance(verifier, str) else verifier
     if own is None and row.verification == "typical":
-        return replace(row, verifier=load("Typical")(**limits).check())
+        typical = load("Typical")(**limits)
+        return replace(row, verifier=typical.check())
     if own is None:
         return row
     own = load("checked_verifier")(own)
@@ -415,8 +455,11 @@ def asked_row(method: str, options: Mapping[str, Any]) -> Method:
 
 def draft_filters_of(options: Mapping[str, Any], target: Filters) -> Filters:
     """The draft's filters: the target's, with those that the options set. If the target is greedy, so is the draft."""
-    filters = target.override(**{name: options.get(f"draft_{name}") for name in Filters._fields})
-    return filters if target.temperature > 0 else filters._replace(temperature=0.0)
+    of_draft = {name: options.get(f"draft_{name}") for name in Filters._fields}
+    filters = target.override(**of_draft)
+    if target.temperature > 0:
+        return filters
+    return filters._replace(temperature=0.0)
 
 
 def rules_of(
@@ -429,24 +472,29 @@ def rules_of(
 ) -> Rules:
     """The sampling and verification rules of a request. Raises ValueError if the method cannot sample that way."""
     filters = request.filters
-    draft_filters = draft_filters_of(options, request.filters)
+    draft_filters = draft_filters_of(options, filters)
     draw, verification = row.at(filters.temperature, draft_filters.temperature)
     if draft_filters.temperature == 0:
         check_draft_may_be_greedy(method, verification)
-    changes = () if profile is None or draft is NO_DRAFT else profile.changes(method, filters)
+    fill = row.fill and draft.proposes_all(request.most_tokens)
+    # Do not fill where uniformly sampled tokens would be rejected: for drafts without a model, which propose few
+    # tokens on purpose; after the last position of a draft model; and where logits processors exclude tokens.
+    # Nor for a user's verifier, which expects that all children were drawn from Q.
+    if request.processors is not None or verification == OWN:
+        fill = False
+    changes = ()
+    if profile is not None and draft is not NO_DRAFT:
+        changes = profile.changes(method, filters)
+    if request.processing is not None:
+        changes = (*changes, request.processing)
     rules = Rules(
         draw,
         verification,
         filters,
         draft_filters,
-        # Do not fill where uniformly sampled tokens would be rejected: for drafts without a model, which propose few
-        # tokens on purpose; after the last position of a draft model; and where logits processors exclude tokens.
-        # Nor for a user's verifier, which expects that all children were drawn from Q.
-        fill=(
-            row.fill and draft.proposes_all(request.most_tokens) and request.processors is None and verification != OWN
-        ),
+        fill=fill,
         value_temperature=options.get("draft_temperature") or VALUE_TEMPERATURE,
-        changes=changes if request.processing is None else (*changes, request.processing),
+        changes=changes,
         verifier=None if verification == "greedy" else row.verifier,
     )
     return draft.rules(rules)
