@@ -61,11 +61,12 @@ class RowCache:
         rows: how many rows of the copied sequence are in use; the content of later rows is undefined
         """
         for own, other in zip(self.remembered(), source.remembered(), strict=True):
-            if own.dim() > 2:
-                used = rows if own.dim() == 4 else other.shape[1]  # the other cache may have fewer rows
-                own[sequence][..., :used, :] = other[of][..., :used, :]
-            else:
-                own[sequence] = other[of]
+            copied = other[of]
+            if own.dim() <= 2:
+                own[sequence] = copied
+                continue
+            used = rows if own.dim() == 4 else len(copied)  # the other cache may have fewer rows
+            own[sequence, ..., :used, :] = copied[..., :used, :]
 
     def begin(self, lengths: Tensor) -> None:
         """Forget the sequences of earlier generations. Called before each generation.
@@ -85,8 +86,10 @@ class RowCache:
         """
         rows = path
         if node_rows is not None:
-            rows = node_rows.gather(1, path.clamp(min=0))
-        step_kernels(path.device).compact([self.keys, self.values], rows, length, prefix_length)
+            nodes = path.clamp(min=0)
+            rows = node_rows.gather(1, nodes)
+        kernels = step_kernels(path.device)
+        kernels.compact([self.keys, self.values], rows, length, prefix_length)
 
     def advance(self, path: Tensor, produced: Tensor, node_rows: Tensor | None = None) -> None:
         """Update state that is not stored in rows, once in each step, after `accept`. Here there is none.
@@ -103,21 +106,25 @@ class RowCache:
 
     def take(self, sequence: int, source: "RowCache", of: int, rows: int) -> int:
         """Copy the first `rows` rows of sequence `of` of another cache to `sequence`; returns the number copied."""
-        self.keys[sequence, :, :rows] = source.keys[of, :, :rows]
-        self.values[sequence, :, :rows] = source.values[of, :, :rows]
+        for own, other in ((self.keys, source.keys), (self.values, source.values)):
+            copied = other[of, :, :rows]
+            own[sequence, :, :rows] = copied
         return rows
 
     def trimmed_bytes(self, slots: slice, rows: int) -> int:
         """The size in bytes of the result of `trimmed`."""
-        keys = self.keys[slots, :, :rows]
-        values = self.values[slots, :, :rows]
-        return keys.nbytes + values.nbytes
+        return self._part(slots, rows).nbytes
 
     def trimmed(self, slots: slice, rows: int) -> "RowCache":
         """A copy of the first `rows` rows of the sequences in these slots."""
+        part = self._part(slots, rows)
+        return RowCache(part.keys.clone(), part.values.clone())
+
+    def _part(self, slots: slice, rows: int) -> "RowCache":
+        """A view of the first `rows` rows of the sequences in these slots."""
         keys = self.keys[slots, :, :rows]
         values = self.values[slots, :, :rows]
-        return RowCache(keys.clone(), values.clone())
+        return RowCache(keys, values)
 
 
 class KeyValueCache(RowCache, Cache):
@@ -143,7 +150,8 @@ class KeyValueCache(RowCache, Cache):
         rotary: Tensor | None = None,
     ):
         keys = like.new_zeros(batch, layers * kv_heads, rows, head_dim)
-        RowCache.__init__(self, keys, torch.zeros_like(keys))
+        values = torch.zeros_like(keys)
+        RowCache.__init__(self, keys, values)
         Cache.__init__(self, layers=[])
         self.rotary = rotary
         self.offsets = torch.zeros(batch, 1, dtype=torch.long, device=like.device)
@@ -158,7 +166,9 @@ class KeyValueCache(RowCache, Cache):
         layers = []
         for first in range(0, self.keys.shape[1], self._kv_heads):
             heads = slice(first, first + self._kv_heads)
-            layers.append((self.keys[:, heads], self.values[:, heads]))
+            keys = self.keys[:, heads]
+            values = self.values[:, heads]
+            layers.append((keys, values))
         return layers
 
     def first(self, slots: int) -> Self:
@@ -208,13 +218,18 @@ class KeyValueCache(RowCache, Cache):
         Only on a view from `at`. Rows are returned from the layer's first one on, with as many columns as were given.
         """
         assert self._new_rows is not None
-        self.write(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2), self._new_rows)
+        key = key_states.transpose(1, 2)  # [B, N, Hkv, D]
+        value = value_states.transpose(1, 2)
+        self.write(layer_idx, key, value, self._new_rows)
         first = 0
         if self._first_rows:
-            first = self._first_rows[layer_idx % len(self._first_rows)]
+            number = layer_idx % len(self._first_rows)
+            first = self._first_rows[number]
         visible = slice(first, self._visible_rows)
         keys, values = self.read(layer_idx)
-        return keys[:, :, visible, : key_states.shape[-1]], values[:, :, visible, : value_states.shape[-1]]
+        keys = keys[:, :, visible, : key.shape[-1]]
+        values = values[:, :, visible, : value.shape[-1]]
+        return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """For transformers: the number of visible rows before the new tokens, at least those of the longest prefix."""

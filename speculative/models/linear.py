@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,24 +56,19 @@ class Linears:
         weights = [weight for weight in weights if weight.is_cpu and weight.dtype in TYPES]
         self._copied: list[Packed] = []
         self.can_copy = bool(weights) and library() is not None
+        if not self.can_copy:
+            return
+        shared = _copied_parameters()
+        needed = sum(weight.nbytes for weight in weights if id(weight) not in shared)
+        free = free_memory()
+        self.can_copy = 2 * needed <= free
+        sizes = f"{needed / 1e6:,.0f} MB beside {free / 1e6:,.0f} MB that are free"
         if self.can_copy:
-            shared: set[int] = set()  # weights whose copies another decoder has
-            with _lock:
-                for copied in _packed.values():
-                    if copied.is_current():
-                        shared |= {id(parameter) for parameter in copied.parameters}
-            needed = sum(weight.nbytes for weight in weights if id(weight) not in shared)
-            free = free_memory()
-            self.can_copy = 2 * needed <= free
-            sizes = f"{needed / 1e6:,.0f} MB beside {free / 1e6:,.0f} MB that are free"
-            if self.can_copy:
-                logger.info("%s: its weights are copied in another order, at most %s", whose, sizes)
-            else:
-                logger.warning(
-                    "%s: no copy of its weights in another order (%s), which makes it several times slower",
-                    whose,
-                    sizes,
-                )
+            logger.info("%s: its weights are copied in another order, at most %s", whose, sizes)
+        else:
+            logger.warning(
+                "%s: no copy of its weights in another order (%s), which makes it several times slower", whose, sizes
+            )
 
     def together(self, layers: Sequence[Any]) -> Products:
         """A function from hidden states [rows, K] to the outputs [rows, n_i] of layers that share this input."""
@@ -81,7 +76,12 @@ class Linears:
             return each_alone([as_it_lies(layer) for layer in layers])
         copied = self.copy_of(layers)
         sizes = [len(layer.weight) for layer in layers]
-        return lambda hidden: product(hidden, copied.blocks).split(sizes, -1)
+
+        def multiply(hidden: Tensor) -> Sequence[Tensor]:
+            outputs = product(hidden, copied.blocks)  # [rows, sum of n_i]
+            return outputs.split(sizes, -1)
+
+        return multiply
 
     def one(self, layer: Any) -> Product:
         """A function from hidden states [rows, K] to the output [rows, n] of a single layer."""
@@ -108,6 +108,16 @@ class Linears:
         return copied
 
 
+def _copied_parameters() -> set[int]:
+    """The ids of weights and biases of which a decoder has a current copy."""
+    found: set[int] = set()
+    with _lock:
+        for copied in _packed.values():
+            if copied.is_current():
+                found.update(map(id, copied.parameters))
+    return found
+
+
 def each_alone(products: Sequence[Product]) -> Products:
     """One function for several: it gives each function the same hidden states, and returns the list of outputs."""
     return lambda hidden: [product(hidden) for product in products]
@@ -123,7 +133,7 @@ def as_it_lies(layer: Any) -> Product:
 
         return product_of(layer)
     is_fp32 = are_plain([layer]) and layer.weight.dtype == torch.float32
-    if not (is_fp32 and torch.backends.mkldnn.is_available()):
+    if not is_fp32 or not torch.backends.mkldnn.is_available():
         return layer
     multiply = torch.ops.mkldnn._linear_pointwise  # torch.compile uses it for linear layers, too
     return lambda hidden: multiply(hidden, layer.weight, layer.bias, "none", [], "")
@@ -138,11 +148,11 @@ class Packed:
     def __init__(self, layers: Sequence[Any], paired: bool):
         weights = [layer.weight for layer in layers]
         biases = [layer.bias for layer in layers]
-        self.parameters = [*weights, *(bias for bias in biases if bias is not None)]
-        self._looks: list[tuple[int, int, Tensor]] = []
+        self.parameters = [each for each in (*weights, *biases) if each is not None]
+        self._looks: list[_Look] = []
         for parameter in self.parameters:
-            address, version, bits = _look_of(parameter)
-            self._looks.append((address, version, bits.clone()))
+            look = _look_of(parameter)
+            self._looks.append(look._replace(bits=look.bits.clone()))
         self.blocks = Blocks.of(weights, biases, paired)
 
     def is_current(self) -> bool:
@@ -152,10 +162,12 @@ class Packed:
 
 def are_plain(layers: Sequence[Any]) -> bool:
     """Whether the compiled kernels can compute these layers: linear, on a CPU, all of one supported dtype."""
+    dtypes = set()
     for layer in layers:
-        if not (is_linear(layer) and layer.weight.is_cpu and layer.weight.dtype in TYPES):
+        if not is_linear(layer) or not layer.weight.is_cpu:
             return False
-    return len({layer.weight.dtype for layer in layers}) == 1
+        dtypes.add(layer.weight.dtype)
+    return len(dtypes) == 1 and dtypes <= TYPES.keys()
 
 
 def is_linear(layer: Any, *others: str) -> bool:
@@ -171,41 +183,56 @@ def is_silu(activation: nn.Module) -> bool:
     return type(activation) in _SILU and not has_hooks(activation)
 
 
-def _look_of(parameter: Tensor) -> tuple[int, int, Tensor]:
-    """What a change of a parameter [N] or [N, K] alters: address, version, and sampled bits of each row."""
+class _Look(NamedTuple):
+    """What a change of a parameter [N] or [N, K] alters. bits: those of the numbers that are compared, as integers."""
+
+    address: int
+    version: int
+    bits: Tensor
+
+
+def _look_of(parameter: Tensor) -> _Look:
     integers = torch.int32 if parameter.dtype.itemsize == 4 else torch.int16
     bits = parameter.detach().view(integers)
     if bits.ndim > 1:
-        rows, columns = bits.shape
-        width = min(SAMPLE, columns)
-        period = columns // width  # rows until the diagonal begins again
-        whole = rows // period * period
-        begun = bits[whole:]
-        bits = bits.as_strided((rows // period, period, width), (period * columns, columns + width, 1))
-        if whole < rows:
-            begun = begun.as_strided((rows - whole, width), (columns + width, 1))
-            bits = torch.cat([bits.flatten(), begun.flatten()])
-    return parameter.data_ptr(), version_of(parameter), bits
+        bits = _diagonals(bits)
+    return _Look(parameter.data_ptr(), version_of(parameter), bits)
 
 
-def _is_as_before(parameter: Tensor, look: tuple[int, int, Tensor]) -> bool:
-    address, version, bits = _look_of(parameter)
-    address_before, version_before, bits_before = look
-    if address != address_before or version != version_before:
+def _diagonals(bits: Tensor) -> Tensor:
+    """Up to `SAMPLE` entries of each row of a tensor [N, K], along diagonals that meet all columns."""
+    rows, columns = bits.shape
+    width = min(SAMPLE, columns)
+    step = columns + width  # to the entries of the next row
+    period = columns // width  # rows until the diagonal begins again
+    count, left = divmod(rows, period)
+    diagonals = bits.as_strided((count, period, width), (period * columns, step, 1))
+    if left == 0:
+        return diagonals
+    begun = bits[rows - left :]
+    begun = begun.as_strided((left, width), (step, 1))
+    return torch.cat([diagonals.flatten(), begun.flatten()])
+
+
+def _is_as_before(parameter: Tensor, before: _Look) -> bool:
+    now = _look_of(parameter)
+    if now.address != before.address or now.version != before.version:
         return False
-    return bits.dtype == bits_before.dtype and torch.equal(bits, bits_before)
+    return now.bits.dtype == before.bits.dtype and torch.equal(now.bits, before.bits)
 
 
 def free_memory() -> int:
     """Bytes that this process can still allocate, from Linux and from the limit of its control group, if it has one."""
-    facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    facts = dict(line.split(":") for line in lines)
     kibibytes, _ = facts["MemAvailable"].split()
     free = int(kibibytes) << 10
     try:
-        limit = (CONTROL_GROUP / "memory.max").read_text().strip()
-        used = (CONTROL_GROUP / "memory.current").read_text().strip()
+        limit = (CONTROL_GROUP / "memory.max").read_text()
+        used = (CONTROL_GROUP / "memory.current").read_text()
     except OSError:
         return free
+    limit = limit.strip()
     if limit == "max":
         return free
     left = max(0, int(limit) - int(used))

@@ -22,7 +22,10 @@ CACHE_NAME: str = ALL_CACHE_NAMES[0]
 def cache_argument(model: PreTrainedModel) -> str:
     """The argument by which a model's forward takes a cache; a model's own code may still use an older name."""
     names = signature(model.forward).parameters
-    return next((name for name in ("past_key_values", "cache_params") if name in names), CACHE_NAME)
+    for name in ("past_key_values", "cache_params"):
+        if name in names:
+            return name
+    return CACHE_NAME
 
 
 class Caching(Protocol):
@@ -58,8 +61,9 @@ class ModelRows:
 
     def are_of(self, forward: Caching) -> bool:
         """Whether the model of `forward`, as it is now, would compute the same rows."""
-        same_model = self._model() is forward.model and self._layers == forward.layers
-        return same_model and self._state == forward.state()
+        if self._model() is not forward.model or self._layers != forward.layers:
+            return False
+        return self._state == forward.state()
 
 
 class TextCache(Cache):
@@ -113,16 +117,24 @@ class TextCache(Cache):
         most: for each prompt, the largest number of tokens to reuse
         """
         width = min(prompts.shape[1], self._texts.shape[1])
+        on_host = prompts[:, :width].cpu()
+        own = self._texts[:, :width]
         texts = []
         lengths = []
-        for number, (prompt, limit) in enumerate(zip(prompts.cpu(), most, strict=True)):
-            same = (self._texts[:, :width] == prompt[:width]).long().cumprod(1).sum(1)
-            texts.append(int(same.argmax()) if self.seen is None else number)
-            lengths.append(min(int(same[texts[-1]]), limit))
+        for number, limit in enumerate(most):
+            is_same = own == on_host[number]  # [texts, width]
+            same = is_same.long().cumprod(1).sum(1)  # [texts], how many first tokens
+            text = number if self.seen is not None else int(same.argmax())
+            length = int(same[text])
+            texts.append(text)
+            lengths.append(min(length, limit))
         return SharedPrefixes(self, texts, lengths, most)
 
     def _rows_of(self, forward: Caching) -> ModelRows | None:
-        return next((model for model in self._models if model.are_of(forward)), None)
+        for model in self._models:
+            if model.are_of(forward):
+                return model
+        return None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The number of tokens of the longest sequence."""
@@ -141,8 +153,11 @@ class TextCache(Cache):
         return len(self._texts)
 
     def __repr__(self) -> str:
-        lengths = ", ".join(str(len(text)) for text in self.tokens[:8]) + (", ..." if len(self) > 8 else "")
-        return f"TextCache(texts={len(self)}, tokens=[{lengths}], MiB={self.nbytes / 2**20:.1f})"
+        lengths = [str(len(text)) for text in self.tokens[:8]]
+        if len(self) > 8:
+            lengths.append("...")
+        tokens = ", ".join(lengths)
+        return f"TextCache(texts={len(self)}, tokens=[{tokens}], MiB={self.nbytes / 2**20:.1f})"
 
 
 class SharedPrefixes(NamedTuple):
@@ -173,15 +188,23 @@ class SharedPrefixes(NamedTuple):
         if model is None:
             return [0] * len(self.lengths)
         have = [len(tokens) for tokens in self.cache.tokens]
-        limit = forward.rope_limit
         copied = []
-        for text, length, end in zip(self.texts, self.lengths, self.ends, strict=True):
-            # A sequence of exactly `limit` rows may have been computed with short or with long rotary factors.
-            alike = limit is None or (have[text] != limit and (have[text] > limit) == (end >= limit))
+        for number, text in enumerate(self.texts):
             # A draft may lack the row of its last position, and it lacks all later rows.
-            sure = min(length, have[text] - model.unsure, forward.max_positions - 1)
-            copied.append(max(0, sure) if alike else 0)
-        return [
-            cache.take(first + sequence, model.cache, self.cache._slots[text], rows)
-            for sequence, (text, rows) in enumerate(zip(self.texts, copied, strict=True))
-        ]
+            sure = have[text] - model.unsure
+            rows = min(self.lengths[number], sure, forward.max_positions - 1)
+            rows = max(0, rows)
+            if not _same_factors(forward.rope_limit, have[text], self.ends[number]):
+                rows = 0
+            slot = self.cache._slots[text]
+            copied.append(cache.take(first + number, model.cache, slot, rows))
+        return copied
+
+
+def _same_factors(limit: int | None, cached: int, end: int) -> bool:
+    """Whether a cached sequence has the rotary factors of a sequence of `end` tokens. limit: `rope_limit`."""
+    if limit is None:
+        return True
+    if cached == limit:  # it may have been computed with short or with long factors
+        return False
+    return (cached > limit) == (end >= limit)
