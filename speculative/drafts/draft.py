@@ -196,7 +196,12 @@ class Draft:
 
         A model's logits are all -inf after its last position.
         """
-        return max(math.inf if leaf.forward is None else leaf.forward.max_positions for leaf in self.leaves)
+        most = 0.0
+        for leaf in self.leaves:
+            if leaf.forward is None:
+                return math.inf
+            most = max(most, leaf.forward.max_positions)
+        return most
 
     def proposes_all(self, length: int) -> bool:
         """Whether it proposes every token of the vocabulary, everywhere in sequences of at most `length` tokens."""
@@ -212,7 +217,10 @@ class Draft:
     @property
     def why_not_measured(self) -> str:
         """Why its acceptance cannot be measured token by token, for messages; "" if it can."""
-        return next((leaf.why_not_measured for leaf in self.leaves if leaf is not self and leaf.why_not_measured), "")
+        for leaf in self.leaves:
+            if leaf is not self and leaf.why_not_measured:
+                return leaf.why_not_measured
+        return ""
 
 
 class _NoDraft(Draft):

@@ -46,12 +46,18 @@ def as_draft(given: Any, target: Forward, model: PreTrainedModel) -> Draft:
 
 def is_own(given: object) -> TypeGuard[Draft]:
     """Whether an object is treated as a user's draft: no `Draftable`, and no nn.Module without a draft's methods."""
-    return not isinstance(given, Draftable) and (not isinstance(given, nn.Module) or has_methods(given))
+    if isinstance(given, Draftable):
+        return False
+    if isinstance(given, nn.Module):
+        return has_methods(given)
+    return True
 
 
 def has_methods(draft: object) -> bool:
     """Whether an object is a `Draft`, or has a method that drafts have and transformers models do not have."""
-    return isinstance(draft, Draft) or any(callable(getattr(draft, name, None)) for name in ("new_cache", "prefill"))
+    if isinstance(draft, Draft):
+        return True
+    return any(callable(getattr(draft, name, None)) for name in ("new_cache", "prefill"))
 
 
 @singledispatch
@@ -63,8 +69,9 @@ def describe(given: Any) -> str:
         return repr(given)
     if is_own(given):
         return f"own draft {type(given).__name__}"
-    layers = given.config.get_text_config(decoder=True).num_hidden_layers
-    return f"{given.config.model_type}, {layers} layers, {parameter_count(given)} parameters"
+    config = given.config
+    layers = config.get_text_config(decoder=True).num_hidden_layers
+    return f"{config.model_type}, {layers} layers, {parameter_count(given)} parameters"
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -77,17 +84,23 @@ def draft_parameter_count(given: Any, target: PreTrainedModel) -> int:
     """The number of parameters that drafting one level reads: 0 without weights; for composites, the sum of parts."""
     if load_kind(given):
         return draft_parameter_count(given, target)
-    return parameter_count(given) if isinstance(given, nn.Module) else 0
+    if isinstance(given, nn.Module):
+        return parameter_count(given)
+    return 0
 
 
 @as_draft.register
 def _(given: EarlyExit, target: Forward, model: PreTrainedModel) -> Draft:
-    return ModelDraft(forward_of(model, "draft", layers=given.indices), target.vocab_size)
+    forward = forward_of(model, "draft", layers=given.indices)
+    return ModelDraft(forward, target.vocab_size)
 
 
 @draft_parameter_count.register
 def _(given: EarlyExit, target: PreTrainedModel) -> int:
     """The target's parameters without the layers left out: embedding, final norm and lm_head count."""
     decoder: Any = target.get_decoder()
-    left_out = [layer for index, layer in enumerate(decoder.layers) if index not in given.indices]
-    return parameter_count(target) - sum(map(parameter_count, left_out))
+    count = parameter_count(target)
+    for index, layer in enumerate(decoder.layers):
+        if index not in given.indices:
+            count -= parameter_count(layer)
+    return count

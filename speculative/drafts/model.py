@@ -38,15 +38,19 @@ class EarlyExit(Draftable):
     layers: int | Sequence[int]
 
     def __post_init__(self) -> None:
-        several = isinstance(self.layers, Sequence) and not isinstance(self.layers, str | bytes)
-        for layer in self.layers if several else [self.layers]:  # pyright: ignore[reportGeneralTypeIssues]
+        layers: Any = self.layers
+        if not isinstance(layers, Sequence) or isinstance(layers, str | bytes):
+            layers = [layers]
+        for layer in layers:
             whole("layers", layer)
 
     @property
     def indices(self) -> tuple[int, ...]:
         """The indices of the layers that run."""
         layers: Any = self.layers
-        return tuple(map(int, layers)) if isinstance(layers, Sequence) else tuple(range(int(layers)))
+        if isinstance(layers, Sequence):
+            return tuple(map(int, layers))
+        return tuple(range(int(layers)))
 
 
 class ModelDraft(Draft):
@@ -61,7 +65,8 @@ class ModelDraft(Draft):
         self.keeps_state = forward.state_bytes > 0
         self._vocab_size = vocab_size
         gap = abs(forward.vocab_size - vocab_size)
-        if gap > min(MAX_PADDING, min(forward.vocab_size, vocab_size) // 100):
+        smaller = min(forward.vocab_size, vocab_size)
+        if gap > min(MAX_PADDING, smaller // 100):
             raise ValueError(
                 f"target and draft must share one vocabulary, got {vocab_size} and {forward.vocab_size} tokens; "
                 f"padding may differ by at most 1 in 100 and {MAX_PADDING} tokens; for a draft with another tokenizer "
@@ -77,15 +82,18 @@ class ModelDraft(Draft):
 
         starts: as in `Forward.prefill`
         """
-        within = self.forward.max_positions - min(starts or [0])
+        earliest = min(starts or [0])
+        within = self.forward.max_positions - earliest
         if within > 0:
-            self.forward.prefill(self._known(tokens[:, :within]), cache, starts)
+            known = self._known(tokens[:, :within])
+            self.forward.prefill(known, cache, starts)
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """Logits [B, n, V] after each node, in the model's dtype; V is the size of the target's vocabulary."""
         mask = TreeMask(feed.prefix_lengths, feed.visible_rows, ancestor_mask=feed.ancestor_mask, level=feed.level)
         positions = self.forward.positions_within_limit(feed.positions, feed.prefix_lengths)
-        logits = self.forward(self._known(feed.tokens), positions, feed.cache_rows, cache, mask)
+        known = self._known(feed.tokens)
+        logits = self.forward(known, positions, feed.cache_rows, cache, mask)
         most = self.forward.max_positions
         if cache.keys.shape[2] > most:  # sequences in this cache may be longer than the positions
             silence(logits, feed.positions, most)
@@ -106,4 +114,5 @@ class ModelDraft(Draft):
 
 def silence(logits: Tensor, positions: Tensor, most: int) -> None:
     """Set logits [B, n, V] to -inf, in place, after tokens whose positions LongTensor[B, n] are `most` or more."""
-    logits.masked_fill_((positions >= most)[..., None], -torch.inf)
+    is_beyond = positions >= most
+    logits.masked_fill_(is_beyond[..., None], -torch.inf)
