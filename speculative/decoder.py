@@ -84,42 +84,52 @@ class SpeculativeDecoder:
         self.clock = time.perf_counter
         self._warned = set[str]()
         self._options = given
-        self._row = asked_row(method, given)  # of METHODS
+        row = asked_row(method, given)  # of METHODS
         self.profile: Profile | None = None
         if given.get("profile") is not None or given.get("replan"):
-            self.profile = load("profile_of")(method, self._row, given)
+            self.profile = load("profile_of")(method, row, given)
         self._target = forward_of(target, "target")  # the forward pass of `self.target`
-        self.runner = StepRunner(cuda_graphs=has_graphs(given.get("cuda_graphs"), self._target))
+        device = self._target.device
+        cuda_graphs = has_graphs(given.get("cuda_graphs"), self._target)
+        self.runner = StepRunner(cuda_graphs=cuda_graphs)
         self._draft: Draft = NO_DRAFT
         if method != "autoregressive":
             if draft is None:
                 raise ValueError(f"method {method!r} needs a draft model, got None")
             self._draft = as_draft(draft, self._target, target)
         if self.verifier is None:
-            by_default = default_verifier(method, self._target.device.type)
-            self._row = self._row.verified_by(by_default)
+            by_default = default_verifier(method, device.type)
+            row = row.verified_by(by_default)
+        self._row = row
         self.trees: TreePolicy
         if self.profile is None:
-            self.trees = policy_of(method, self._row, given, self._target, self._draft)
+            self.trees = policy_of(method, row, given, self._target, self._draft)
         else:
-            self.profile.check(target, draft, method, self._row.verification)
+            self.profile.check(target, draft, method, row.verification)
             replan = given.get("replan", False)
             by_profile = load("TreeByProfile")
-            self.trees = by_profile(self.profile, method, self._row, self._target, self._draft, replan=replan)
+            self.trees = by_profile(self.profile, method, row, self._target, self._draft, replan=replan)
         self._trees_of_options = self.trees
-        self._peers = peers_of(self._models, self._target.device, given.get("communication"))
+        self._peers = peers_of(self._models, device, given.get("communication"))
 
     def __repr__(self) -> str:
         target = type(self.target).__name__
-        draft = None if self._given_draft is None else type(self._given_draft).__name__
-        tree = "by profile" if self.tree is None else f"{len(self.tree)} nodes"
+        draft = None
+        if self._given_draft is not None:
+            draft = type(self._given_draft).__name__
+        tree = "by profile"
+        if self.tree is not None:
+            tree = f"{len(self.tree)} nodes"
         return f"SpeculativeDecoder(target={target}, draft={draft}, method={self.method!r}, tree={tree})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Support for copy and pickle, which build a new decoder from the models, the method and the options."""
-        later = {} if self.trees is self._trees_of_options else {"trees": self.trees}
         make = partial(type(self), **self._options)
-        return make, (self.target, self._given_draft, self.method), (None, later)
+        arguments = (self.target, self._given_draft, self.method)
+        later = {}
+        if self.trees is not self._trees_of_options:
+            later["trees"] = self.trees
+        return make, arguments, (None, later)
 
     @property
     def _models(self) -> list[Any]:
@@ -136,8 +146,8 @@ class SpeculativeDecoder:
 
     def _notice_changes_of_draft(self) -> None:
         """Rebuild the draft if the modules of one of its models have changed since the last call."""
-        stale = not all(model.is_current() for model in self._models[1:])
-        if self._peers.any(stale):
+        are_current = all(model.is_current() for model in self._draft.models)
+        if self._peers.any(not are_current):
             self._draft = as_draft(self._given_draft, self._target, self.target)
 
     @property
@@ -175,15 +185,19 @@ class SpeculativeDecoder:
         begin = self.clock()
         given = checked_options("generate", options, GenerateOptions, "max_new_tokens", "temperature")
         self._notice_changes()
-        request = self._request(input_ids, max_new_tokens, temperature, given, seed=given.get("seed", 0))
+        seed = given.get("seed", 0)
+        request = self._request(input_ids, max_new_tokens, temperature, given, seed=seed)
         plan = self._plan(request)
-        self._warn_of_request(request, plan, has_mask=given.get("attention_mask") is not None)
-        to_compare = request.to_compare() | {"tree": (plan.tree, plan.others)}
+        has_mask = given.get("attention_mask") is not None
+        self._warn_of_request(request, plan, has_mask=has_mask)
+        to_compare = request.to_compare()
+        to_compare["tree"] = (plan.tree, plan.others)
         self._peers.begin_text(to_compare, self._target)
         stats = self._statistics(request, plan, begin)
         watched = nullcontext(([], None))
-        asked = [given[name] for name in WATCHED if given.get(name) is not None]
-        if request.stopping is not None or any(each is not False for each in asked):
+        asked = [given.get(name) for name in WATCHED]
+        is_watched = any(each is not None and each is not False for each in asked)
+        if is_watched or request.stopping is not None:
             watched = load("watching")(request, plan, self.method, self._draft, given, stats.lap)
         with (
             self._peers.interruptible(),
@@ -192,15 +206,17 @@ class SpeculativeDecoder:
             self.runner.workspace(request, plan) as workspace,
         ):
             reused = workspace.begin(request, plan)
-            before_roots = int((request.lengths - 1).sum())
+            before_roots = (request.lengths - 1).sum()
             stats.cache_bytes = workspace.cache_bytes
             stats.reused_tokens = sum(reused)
-            stats.prefill_tokens = before_roots - stats.reused_tokens
+            stats.prefill_tokens = int(before_roots) - stats.reused_tokens
             stats.lap("prefill")
             trees = self._trees_of(request)
             batch = len(input_ids)
-            if len(trees.candidates(request.filters, batch)) > 1:
-                watchers.append(trees.watcher(plan, request.filters, batch))
+            candidates = trees.candidates(request.filters, batch)
+            if len(candidates) > 1:
+                adapting = trees.watcher(plan, request.filters, batch)
+                watchers.append(adapting)
             new = decode(request, plan, self.runner, workspace, stats=stats, watchers=watchers)
             cache = self.runner.keep(workspace, request, plan)
         logger.debug("%d new tokens in %d steps, %.3f s", stats.new_tokens, stats.steps, stats.total_seconds)
@@ -227,8 +243,10 @@ class SpeculativeDecoder:
 
     def _statistics(self, request: Request, plan: StepPlan, begin: float) -> Statistics:
         """The statistics of a generation that began at `begin`, by `self.clock`; nothing is counted yet."""
-        stats = Statistics(plan.depth, plan.branching, clock=self.clock, begin=begin, stream=self._target.stream)
-        stats.tree = self._trees_of(request).in_words(plan.tree, len(request.prompt))
+        stream = self._target.stream
+        stats = Statistics(plan.depth, plan.branching, clock=self.clock, begin=begin, stream=stream)
+        trees = self._trees_of(request)
+        stats.tree = trees.in_words(plan.tree, len(request.prompt))
         stats.law_changed_by = plan.rules.law_changed_by
         stats.verification = plan.rules.verification
         logger.debug(
@@ -250,7 +268,8 @@ class SpeculativeDecoder:
             self._notice_changes_of_draft()
             prompt = torch.zeros(1, 1, dtype=torch.long, device=self._target.device)
             request = self._request(prompt, 1, 1.0, NOTHING)
-            return replace(self._plan(request), draft=self._draft)
+            of_prompt = self._plan(request)
+            return replace(of_prompt, draft=self._draft)
 
         filters = partial(draft_filters_of, self._options)
         return load("serve")(plan, self.trees.for_serving, self._request, filters, slots, self.runner, **limits)
@@ -277,11 +296,13 @@ class SpeculativeDecoder:
         begin = time.perf_counter()
         given = checked_options("warm_up", options, SamplingOptions, "max_new_tokens", "temperature")
         self._notice_changes()
-        shape = whole("batch_size", batch_size), whole("prompt_tokens", prompt_tokens)
-        prompts = torch.zeros(shape, dtype=torch.long, device=self._target.device)
+        batch = whole("batch_size", batch_size)
+        width = whole("prompt_tokens", prompt_tokens)
+        prompts = torch.zeros(batch, width, dtype=torch.long, device=self._target.device)
         request = self._request(prompts, max_new_tokens, temperature, given)
         plan = self._plan(request)
-        tree_of = self._trees_of(request).to_warm_up(request.filters, batch_size)
+        trees = self._trees_of(request)
+        tree_of = trees.to_warm_up(request.filters, batch_size)
         load("warm_up")(self.runner, request, plan, tree_of)
         seconds = time.perf_counter() - begin
         logger.debug("warmed up in %.2f s: up to %d sequences, %s", seconds, batch_size, request.filters)
@@ -290,7 +311,7 @@ class SpeculativeDecoder:
     def _request(
         self, input_ids: Tensor, max_new_tokens: int, temperature: float | None, options: Mapping[str, Any], **more: Any
     ) -> Request:
-        drafting = self._models[1:]
+        drafting = self._draft.models
         return Request.of(self._target, drafting, input_ids, max_new_tokens, temperature, options, **more)
 
     def _plan(self, request: Request) -> StepPlan:
@@ -319,7 +340,8 @@ class SpeculativeDecoder:
             raise ValueError(f"held traversal needs a static tree, got {tree}: take verifier 'traversal' or 'held'")
         draft = self._draft if drafts else NO_DRAFT
         plan = StepPlan(self._target, draft, tree, rules, candidates, peers=self._peers)
-        return plan.after(int(request.lengths.min()) - 1)
+        shortest = int(request.lengths.min())
+        return plan.after(shortest - 1)
 
     def _warn_of_request(self, request: Request, plan: StepPlan, *, has_mask: bool) -> None:
         """Warn once of prompts that look padded and have no mask, and of a draft with too few positions."""
@@ -333,20 +355,25 @@ class SpeculativeDecoder:
     def _warn_of_loss(self, request: Request, plan: StepPlan, stats: Statistics) -> None:
         """Warn once if drafting was slower than plain decoding, as measured or as estimated."""
         measures_steps = self.runner.cuda_graphs or host_can_read(self._target.device)  # else it times launches
-        drafted = min(map(len, plan.trees)) > 1 and request.most_tokens <= self._draft.positions
-        if not (measures_steps and drafted):
+        if not measures_steps:
+            return
+        fewest_nodes = min(map(len, plan.trees))
+        if fewest_nodes == 1 or request.most_tokens > self._draft.positions:  # some steps did not draft
             return
         why = stats.does_not_pay
         expected = self._trees_of(request).expected_gain(stats, plan.tree)
         if not why and expected is not None and expected < 1 and stats.steps >= ENOUGH_STEPS:
+            batch = len(stats.tokens_of)
             why = (
                 f"the draft does not pay: {stats.tokens_per_step:.2f} tokens a step, by costs estimated for a batch of "
-                f"{len(stats.tokens_of)}, are {expected:.2f} times the speed of method 'autoregressive'. Sampled texts "
-                "would change with the tree, so it stays; give tree_size=2, or take method 'ersd', which drafts less"
+                f"{batch}, are {expected:.2f} times the speed of method 'autoregressive'. Sampled texts would change "
+                "with the tree, so it stays; give tree_size=2, or take method 'ersd', which drafts less"
             )
-        if why:
-            hint = "" if self._draft.why_not_measured else "; `heavypath calibrate` finds out which trees pay"
-            self._warn_once("loss", f"{why}{hint}")
+        if not why:
+            return
+        if not self._draft.why_not_measured:
+            why += "; `heavypath calibrate` finds out which trees pay"
+        self._warn_once("loss", why)
 
     def _warn_once(self, about: str, message: str) -> None:
         """Log a warning, at most once for each `about`."""
@@ -366,7 +393,8 @@ class SpeculativeDecoder:
         **call: Any,
     ) -> "Tensor | SpeculativeOutput":
         """Answer `model.generate(**inputs, custom_generate=decoder, ...)`; see `custom_generate`."""
-        made = load("GenerateCall").of(model, input_ids, seed, call)
+        call_of_generate = load("GenerateCall")
+        made = call_of_generate.of(model, input_ids, seed, call)
         arguments = made.arguments(self._target.model, self._peers)
         out = self.generate(**arguments, stop_strings=stop_strings, tokenizer=tokenizer, trace=trace)
         return made.answer(out.sequences, out.cache, out.stats, out.scores, out.logits)

@@ -95,21 +95,26 @@ class StaticDrafter:
         """Draft the trees, with one call of the draft for each level; arguments as in `Drafter`."""
         tree = self.tree
         rules = self.rules
-        kernels = step_kernels(state.root.device)
+        device = state.root.device
+        kernels = step_kernels(device)
         batch = len(state.root)
-        noise_rows = self._noise_rows(state)
-        if not tree.levels:
+        size = len(tree)  # N
+        most_levels = len(tree.levels)
+        noise_rows = self._noise_rows(state)  # [B, N + D - 1]
+        if most_levels == 0:
             return _only_root(state, noise_rows, tree, logits=None)
-        trees = _blank(state, noise_rows[:, : len(tree)], tree, rules.replacement)
-        may_be_alone = reach.trims and host_can_read(state.root.device) and not draft.proposes_every_token
-        feed = root_feed(state, reach, len(tree), len(tree.levels))
-        level_noise = noise_rows[:, :1]
-        if len(tree.levels[0].logit_rows) > 1:
-            level_noise = noise_rows.index_select(1, tree.levels[0].logit_rows)
+        trees = _blank(state, noise_rows[:, :size], tree, rules.replacement)
+        may_be_alone = reach.trims and host_can_read(device) and not draft.proposes_every_token
+        feed = root_feed(state, reach, size, most_levels)
+        level_noise = noise_rows[:, :1]  # [B, l]
+        root_logit_rows = tree.levels[0].logit_rows
+        if len(root_logit_rows) > 1:
+            level_noise = noise_rows.index_select(1, root_logit_rows)
         logits = inputs = None
         for depth, level in enumerate(tree.levels):
             distributions = len(level.logit_rows)  # l
-            after = draft(feed, cache)[:, -distributions:]  # [B, l, V]
+            after = draft(feed, cache)  # [B, any, V]
+            after = after[:, -distributions:]  # [B, l, V]
             if rules.replacement and depth > 0:
                 # A draft may have computed two distributions after equal sequences: by rounding, by dropout, or because
                 # it is a user's own. The first of them is taken for both.
@@ -128,22 +133,25 @@ class StaticDrafter:
             check_distributions("draft", keys.view(batch, distributions, -1), state, depth)
             if depth == 0 and may_be_alone and not any_drafted(tokens):
                 lap("sampling")
-                return _only_root(state, noise_rows[:, :1], self.root_tree, after[:, :1].contiguous())
+                root_logits = after[:, :1].contiguous()
+                return _only_root(state, noise_rows[:, :1], self.root_tree, root_logits)
 
-            is_last = depth + 1 == len(tree.levels)
-            below = None if is_last else tree.levels[depth + 1]
             if logits is None:
-                logits = after.new_empty(batch, noise_rows.shape[1], after.shape[-1])  # [B, N + D - 1, V]
+                vocab_size = after.shape[-1]
+                logits = after.new_empty(batch, noise_rows.shape[1], vocab_size)  # [B, N + D - 1, V]
             scored = Scored(after, logits, level.logit_rows)
             drawn = Drawn(tokens.view(batch, -1), level.children, level.draws, scored)
-            read_next = tree.nodes if below is None else below.nodes  # after the last level, by the target
-            inputs = kernels.place(trees, drawn, read_next, is_last)
+            depth_below = depth + 1
+            if depth_below == most_levels:
+                inputs = kernels.place(trees, drawn, tree.nodes, True)  # the target reads them next
+                lap("sampling")
+                break
+            below = tree.levels[depth_below]
+            inputs = kernels.place(trees, drawn, below.nodes, False)
             lap("sampling")
-
-            if below is not None:
-                visible_rows = reach.visible_rows + len(tree)
-                feed = feed_of(inputs, state, visible_rows, below.mask, depth + 1, below.branches)
-                level_noise = inputs.noise_rows
+            visible_rows = reach.visible_rows + size
+            feed = feed_of(inputs, state, visible_rows, below.mask, depth_below, below.branches)
+            level_noise = inputs.noise_rows
         assert inputs is not None
         return _drafted(tree, trees.tokens, inputs, logits)
 
@@ -160,15 +168,19 @@ def _blank(state: Sequences, noise_rows: Tensor, tree: DeviceTree, joins: bool) 
 
     joins: whether a place for texts is made, by which nodes with equal tokens from the root on share their logits
     """
-    tokens = state.root.new_empty(len(state.root), len(tree))
-    texts = torch.empty_like(tokens).zero_() if joins else None
-    return Trees(tokens, state.root, noise_rows, state.lengths, state.left, texts)
+    root = state.root
+    tokens = root.new_empty(len(root), len(tree))
+    texts = None
+    if joins:
+        texts = torch.empty_like(tokens).zero_()
+    return Trees(tokens, root, noise_rows, state.lengths, state.left, texts)
 
 
 def _only_root(state: Sequences, noise_rows: Tensor, tree: DeviceTree, logits: Tensor | None) -> Drafted:
     """The drafted trees of a step that drafts nothing: `tree` is the root alone, `logits` the draft's after it."""
     trees = _blank(state, noise_rows, tree, joins=False)
-    inputs = step_kernels(state.root.device).place(trees, None, tree.nodes, True)
+    kernels = step_kernels(state.root.device)
+    inputs = kernels.place(trees, None, tree.nodes, True)
     return _drafted(tree, trees.tokens, inputs, logits)
 
 
@@ -189,7 +201,8 @@ def _drafted(tree: DeviceTree, tokens: Tensor, inputs: NodeInputs, logits: Tenso
 def static(tree: TokenTree, depth: int, draft: Draft, rules: Rules, device: torch.device) -> StaticDrafter:
     """The drafter of the top `depth` levels of a static tree; for 0 levels, of the root alone."""
     top = device_tree(tree, depth, device, draft.root_distributions)
-    return StaticDrafter(top, rules, root_tree=device_tree(ROOT, 0, device))
+    root_tree = device_tree(ROOT, 0, device)
+    return StaticDrafter(top, rules, root_tree)
 
 
 def device_tree(whole: TokenTree, depth: int, device: torch.device, root_distributions: int = 1) -> DeviceTree:
@@ -203,9 +216,17 @@ def device_tree(whole: TokenTree, depth: int, device: torch.device, root_distrib
     ranks = tree.ranks
     mask = tree.mask()  # [N, N]
     size = len(tree)
+
+    def common(nodes: Tensor) -> CommonNodes:
+        return CommonNodes(
+            nodes.to(device),
+            parents[nodes].to(device),
+            depths[nodes].to(device),
+        )
+
     levels = []
     more = root_distributions - 1 if tree.depth else 0  # distributions after the root besides the first
-    further = size + torch.arange(more, device="cpu")
+    further = torch.arange(more, device="cpu")
     in_branch = mask & (depths == 1)  # [N, N], the root's child above each node
     branches = (in_branch * ranks).sum(1)
     for level in range(tree.depth):
@@ -215,27 +236,29 @@ def device_tree(whole: TokenTree, depth: int, device: torch.device, root_distrib
         drawn_from = parent  # of each child, the distribution it is drawn from, and the number of the draw
         draw = ranks[children]
         if level == 0:
-            logit_rows = torch.cat([nodes, further])
+            logit_rows = torch.cat([nodes, size + further])
             drawn_from = draw % root_distributions
             draw = draw // root_distributions
         most_children = int(draw.max()) + 1
+        draws = drawn_from * most_children + draw
         levels.append(
             TreeLevel(
-                nodes=CommonNodes(nodes.to(device), parents[nodes].to(device), depths[nodes].to(device)),
+                nodes=common(nodes),
                 mask=mask[nodes].to(device),
                 logit_rows=logit_rows.to(device),
                 branches=branches[nodes].to(device),
                 children=children.to(device),
-                draws=(drawn_from * most_children + draw).to(device),
+                draws=draws.to(device),
                 most_children=most_children,
             )
         )
-    further_numbers = torch.arange(len(whole), len(whole) + more, device="cpu")
+    whole_numbers = torch.cat([whole_numbers, len(whole) + further])
+    row_depths = torch.cat([depths, torch.zeros_like(further)])
     return DeviceTree(
-        nodes=CommonNodes(torch.arange(size, device=device), parents.to(device), depths.to(device)),
+        nodes=common(torch.arange(size, device="cpu")),
         ranks=ranks.to(device),
         subtree_end=tree.subtree_end.to(device),
-        whole_numbers=torch.cat([whole_numbers, further_numbers]).to(device),
-        row_depths=torch.cat([depths, torch.zeros_like(further)]).to(device),
+        whole_numbers=whole_numbers.to(device),
+        row_depths=row_depths.to(device),
         levels=tuple(levels),
     )
