@@ -85,23 +85,25 @@ class Work(NamedTuple):
         The token embedding is not counted (only a few rows are read), unless it is also the output head's weight. If
         ranks share a model, this is one rank's part; communication is not counted.
         """
+        itemsize = model.dtype.itemsize
         if model.is_head:
-            return cls._with(model.level_weights(), 0 if model.levels else model.layers, model.dtype.itemsize)
+            layers = 0 if model.levels else model.layers
+            return cls._with(model.level_weights(), layers, itemsize)
         head: Any = model.model.get_output_embeddings()
-        own_head = getattr(head, "weight", None) is not model.embedding.weight
-        passed = [weight for _, weight in model.weights() if not (own_head and weight is model.embedding.weight)]
-        weights = sum(weight.numel() * part_owned(weight) for weight in passed)
-        weight_bytes = sum(weight.nbytes * part_owned(weight) for weight in passed)
+        embedding = model.embedding.weight
+        passed = [weight for _, weight in model.weights()]
+        if getattr(head, "weight", None) is not embedding:
+            passed = [weight for weight in passed if weight is not embedding]
+        weights, weight_bytes = _owned(passed)
         config = model.config.get_text_config(decoder=True)
         share = model.layers / config.num_hidden_layers  # of an early exit
         experts, chosen = experts_among(config, model.weights())
-        expert_bytes = sum(weight.nbytes * part_owned(weight) for weight in experts)
-        expert_weights = sum(weight.numel() * part_owned(weight) for weight in experts)
+        expert_weights, expert_bytes = _owned(experts)
         return cls(
             weight_bytes=int(weight_bytes * share),
             weights=int(weights * share),
             layers=model.layers,
-            itemsize=model.dtype.itemsize,
+            itemsize=itemsize,
             expert_bytes=int(expert_bytes),
             expert_weights=int(expert_weights),
             chosen=chosen,
@@ -114,7 +116,9 @@ class Work(NamedTuple):
         nothing = cls(0, 0, 0, model.dtype.itemsize)
         if model.is_head:
             passed = model.pass_weights()
-            once = cls._with(passed, model.layers, model.dtype.itemsize) if passed else nothing
+            if not passed:
+                return nothing, whole
+            once = cls._with(passed, model.layers, model.dtype.itemsize)
             return once, whole
         if model.drafts_at_once:
             return whole, nothing
@@ -173,7 +177,9 @@ def estimated_for(target: Forward) -> str:
     if target.stream is not None:
         read = load("streamed_bytes")(target.stream)
         return f"{read / 1e9:.3g} GB that each pass reads"
-    return torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "a CPU"
+    if target.device.type == "cuda":
+        return torch.cuda.get_device_name(target.device)
+    return "a CPU"
 
 
 def pass_seconds(work: Work, dtype: torch.dtype, nodes: int, batch: int) -> float:
@@ -192,9 +198,11 @@ def pass_seconds(work: Work, dtype: torch.dtype, nodes: int, batch: int) -> floa
         bandwidth = CACHE
     rows = batch * nodes
     reading = work.weight_bytes / bandwidth
-    products = reading * max(1 + row * (rows - 1), multiply * rows)
+    while_reading = 1 + row * (rows - 1)
+    products = reading * max(while_reading, multiply * rows)
     layer = LAYER if is_alone else LAYER + WAIT
-    return products + (work.layers + 1) * layer + batch * work.layers * SEQUENCE_LAYER
+    layers = (work.layers + 1) * layer
+    return products + layers + batch * work.layers * SEQUENCE_LAYER
 
 
 def host_costs(target: Forward, drafting: Sequence[Drafting], batch: int, sizes: Sequence[int]) -> Costs:
@@ -206,13 +214,15 @@ def host_costs(target: Forward, drafting: Sequence[Drafting], batch: int, sizes:
     once = 0.0
     level = LEVEL + batch * LEVEL_SEQUENCE
     for model in drafting:
-        of_step, of_level = (pass_seconds(each, model.dtype, LEVEL_NODES, batch) for each in Work.split(model))
-        once += of_step
-        level += of_level
-    step = {
-        size: pass_seconds(work, target.dtype, size, batch) + STEP + batch * STEP_SEQUENCE + (size > 1) * (once + DRAFT)
-        for size in sizes
-    }
+        of_step, of_level = Work.split(model)
+        once += pass_seconds(of_step, model.dtype, LEVEL_NODES, batch)
+        level += pass_seconds(of_level, model.dtype, LEVEL_NODES, batch)
+    step = {}
+    for size in sizes:
+        seconds = pass_seconds(work, target.dtype, size, batch) + STEP + batch * STEP_SEQUENCE
+        if size > 1:
+            seconds += once + DRAFT
+        step[size] = seconds
     return Costs(step, level)
 
 
@@ -223,10 +233,24 @@ def experts_among(config: Any, weights: Iterable[tuple[str, Tensor]]) -> tuple[l
     """
     count = _largest(config, _EXPERTS)
     chosen = _largest(config, _CHOSEN)
-    found = [weight for name, weight in weights if ".experts." in name and weight.shape[:1] == (count,)]
+    found = []
+    for name, weight in weights:
+        if ".experts." in name and weight.shape[:1] == (count,):
+            found.append(weight)
     if not found or not 0 < chosen <= count:
         return [], 1.0
     return found, chosen / count
+
+
+def _owned(weights: Iterable[Tensor]) -> tuple[float, float]:
+    """The numbers in weights, and their bytes; of weights that ranks share, the part of this rank."""
+    count = 0.0
+    nbytes = 0.0
+    for weight in weights:
+        part = part_owned(weight)
+        count += weight.numel() * part
+        nbytes += weight.nbytes * part
+    return count, nbytes
 
 
 def _largest(config: Any, names: Sequence[str]) -> int:

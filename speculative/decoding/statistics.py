@@ -84,7 +84,9 @@ class Statistics:
         self.streaming = None if stream is None else stream.counts()
         self.offered = torch.zeros(self.depth, self.branching, dtype=torch.long, device="cpu")
         self.accepted = torch.zeros_like(self.offered)
-        self._last = self.begin = self.clock() if self.begin is None else self.begin
+        if self.begin is None:
+            self.begin = self.clock()
+        self._last = self.begin
 
     @property
     def tokens_per_step(self) -> float:
@@ -99,8 +101,14 @@ class Statistics:
     @property
     def drafting_share(self) -> float:
         """The share of drafting in the time after the prompt; 0 with CUDA graphs, which hide it."""
-        steps = sum(seconds for phase, seconds in self.seconds.items() if phase not in ("prefill", "trace"))
-        return sum(self.seconds.get(phase, 0.0) for phase in ("draft", "sampling")) / steps if steps else 0.0
+        steps = 0.0
+        drafting = 0.0
+        for phase, seconds in self.seconds.items():
+            if phase not in ("prefill", "trace"):
+                steps += seconds
+            if phase in ("draft", "sampling"):
+                drafting += seconds
+        return drafting / steps if steps else 0.0
 
     @property
     def waiting_share(self) -> float:
@@ -110,7 +118,9 @@ class Statistics:
         """
         if self.streaming is None or not self.total_seconds:
             return 0.0
-        return math.nan if self.streaming.untimed else self.streaming.waiting / self.total_seconds
+        if self.streaming.untimed:
+            return math.nan
+        return self.streaming.waiting / self.total_seconds
 
     @property
     def gain_at_most(self) -> float:
@@ -143,18 +153,22 @@ class Statistics:
 
         If draws with replacement gave equal siblings, only the node on the accepted path counts.
         """
-        return _shares(self.accepted.sum(0), self.offered.sum(0))
+        accepted = self.accepted.sum(0)
+        offered = self.offered.sum(0)
+        return _shares(accepted, offered)
 
     @property
     def acceptance_by_depth(self) -> list[float]:
         """For each depth d, of the accepted nodes at depth d with children, the share with an accepted child."""
+        accepted = self.accepted.sum(1)
         first = self.offered[:, :1].sum(1)  # a node with children has one of rank 0
-        return _shares(self.accepted.sum(1), first)
+        return _shares(accepted, first)
 
     def lap(self, phase: str) -> None:
         """Add the time since the last call of `lap` to this phase's seconds."""
         now = self.clock()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        before = self.seconds.get(phase, 0.0)
+        self.seconds[phase] = before + now - self._last
         self._last = now
 
     def end(self, counts: Tensor, tokens_of: Tensor, steps_of: Tensor, nodes: int) -> None:
@@ -163,14 +177,18 @@ class Statistics:
         counts: LongTensor[2, any], how often each child was offered, and accepted
         tokens_of, steps_of: LongTensor[B] on the CPU, of each sequence; nodes: scored by the target, in all
         """
-        self.offered, self.accepted = counts.cpu()[:, : self.offered.numel()].view(2, *self.offered.shape)
+        children = self.offered.numel()
+        counts = counts[:, :children].cpu()
+        self.offered, self.accepted = counts.view(2, *self.offered.shape)
         self.tokens_of = tokens_of
         self.steps_of = steps_of
         self.new_tokens = int(tokens_of.sum())
         self.steps = int(steps_of.sum())
         self.nodes = nodes
         if self._stream is not None and self.streaming is not None:
-            self._stream, self.streaming = None, self._stream.counts().since(self.streaming)
+            now = self._stream.counts()
+            self.streaming = now.since(self.streaming)
+            self._stream = None
         self.lap("host")
         self.total_seconds = self._last - (self.begin or 0.0)
 
@@ -179,7 +197,9 @@ class Statistics:
         if len(self.steps_of) < 2:
             return []
         each = self.tokens_of / self.steps_of.clamp(min=1)
-        return [("  of each sequence", f"{float(each.min()):.2f} to {float(each.max()):.2f} tokens per step")]
+        least = float(each.min())
+        most = float(each.max())
+        return [("  of each sequence", f"{least:.2f} to {most:.2f} tokens per step")]
 
     def _rows_of_streaming(self) -> list[tuple[str, str]]:
         """Rows of the table on reading streamed weights; none if all weights are in memory."""
@@ -193,29 +213,44 @@ class Statistics:
         return [("weights read, GB", f"{read:.2f} at {rate:.2f} GB/s"), ("  waited for them", waited)]
 
     def __str__(self) -> str:
+        by_rank = _to_the_last(self.acceptance_by_rank)
         rows = [
             ("new tokens", f"{self.new_tokens}"),
             ("steps", f"{self.steps}"),
             ("tree", self.tree),
-            *(("  after step " + str(step), tree) for step, tree in self.replans[-MOST_REPLANS:]),
-            *([("output distribution", f"changed by {self.law_changed_by}")] if self.law_changed_by else []),
+        ]
+        for step, tree in self.replans[-MOST_REPLANS:]:
+            rows.append((f"  after step {step}", tree))
+        if self.law_changed_by:
+            rows.append(("output distribution", f"changed by {self.law_changed_by}"))
+        rows += [
             ("tokens per step", f"{self.tokens_per_step:.2f}"),
             ("tokens per second", f"{self.tokens_per_second:.1f}"),
             *self._rows_of_sequences(),
             ("prompt tokens", f"{self.prefill_tokens} computed, {self.reused_tokens} reused"),
             ("cache, MiB", f"{self.cache_bytes / 2**20:.1f}"),
             *self._rows_of_streaming(),
-            ("acceptance by rank", " ".join(f"{share:.2f}" for share in _to_the_last(self.acceptance_by_rank))),
-            ("acceptance by depth", " ".join(f"{share:.2f}" for share in self.acceptance_by_depth)),
-            *((f"seconds, {name}", f"{self.seconds[name]:.3f}") for name in PHASES if name in self.seconds),
+            ("acceptance by rank", _in_words(by_rank)),
+            ("acceptance by depth", _in_words(self.acceptance_by_depth)),
         ]
+        for phase in PHASES:
+            if phase in self.seconds:
+                rows.append((f"seconds, {phase}", f"{self.seconds[phase]:.3f}"))
         return "\n".join(f"{name:<22}{value}" for name, value in rows)
 
 
 def _shares(accepted: Tensor, offered: Tensor) -> list[float]:
-    return (accepted.double() / offered.clamp(min=1)).tolist()
+    shares = accepted.double() / offered.clamp(min=1)
+    return shares.tolist()
+
+
+def _in_words(shares: list[float]) -> str:
+    return " ".join(f"{share:.2f}" for share in shares)
 
 
 def _to_the_last(shares: list[float]) -> list[float]:
     """The shares without zeros at the end, but at least the first: a grown tree has hundreds of ranks."""
-    return shares[: max((place for place, share in enumerate(shares, 1) if share > 0), default=1)]
+    count = len(shares)
+    while count > 1 and shares[count - 1] == 0:
+        count -= 1
+    return shares[:count]
