@@ -81,9 +81,8 @@ class TreeMask:
 
         def bias(window: int | None) -> Tensor:
             first = self.first_row(window)
-            return attention_bias(
-                ancestors, self.prefix_length.reshape(-1) - first, self.visible_rows - first, dtype, window
-            )
+            prefix_length = self.prefix_length.reshape(-1) - first
+            return attention_bias(ancestors, prefix_length, self.visible_rows - first, dtype, window)
 
         return self._by_window(bias, windows)
 
@@ -127,7 +126,10 @@ class Taps(NamedTuple):
 
         states: [B * N, H] or [B, N, H] by number, the requested ones at least; the others: as `read` gets them
         """
-        requested = [states[number].reshape(*tokens.shape, -1) for number in self.numbers]
+        requested = []
+        for number in self.numbers:
+            state = states[number].reshape(*tokens.shape, -1)  # [B, N, H]
+            requested.append(state)
         self.read(requested, tokens, positions, cache_rows)
 
 
@@ -177,12 +179,16 @@ class Forward(ABC):
         if getattr(config, "max_position_embeddings", None) is None:
             raise ValueError(f"{name}'s config has no max_position_embeddings; set it to those of its longest text")
         self.max_positions: int = config.max_position_embeddings
-        ropes = [*_ropes(getattr(config, "rope_parameters", None))]
-        self.has_dynamic_rope = any("dynamic" in rope["rope_type"] for rope in ropes)
-        limits = {rope["original_max_position_embeddings"] for rope in ropes if rope["rope_type"] == "longrope"}
+        self.has_dynamic_rope = False
+        limits: set[int] = set()
+        for rope in _ropes(getattr(config, "rope_parameters", None)):
+            if "dynamic" in rope["rope_type"]:
+                self.has_dynamic_rope = True
+            if rope["rope_type"] == "longrope":
+                limits.add(rope["original_max_position_embeddings"])
         if len(limits) > 1:
             raise ValueError(f"{name}'s rotary embeddings must change at one length of the text, got {sorted(limits)}")
-        self.rope_limit: int | None = limits.pop() if limits else None
+        self.rope_limit: int | None = min(limits, default=None)
         self.model = model
         self.watch(model)
         self.embedding: nn.Embedding = model.get_input_embeddings()  # pyright: ignore[reportAttributeAccessIssue]
@@ -201,17 +207,22 @@ class Forward(ABC):
 
     def state(self) -> int:
         """A number that differs after the model's function, or a value of its weights, has changed."""
-        return hash((*self._structure.function, self._values.state()))
+        values = self._values.state()
+        return hash((*self._structure.function, values))
 
     @property
     def exclusive_pass(self) -> AbstractContextManager[object]:
         """A context for a pass over streamed layers, in which passes of other threads wait; else it does nothing."""
-        return nullcontext() if self.stream is None else self.stream.one_pass()
+        if self.stream is None:
+            return nullcontext()
+        return self.stream.one_pass()
 
     @property
     def reading_ahead(self) -> AbstractContextManager[object]:
         """A context for a step, entered before drafting: a GPU copies the first streamed layers meanwhile."""
-        return nullcontext() if self.stream is None else self.stream.ahead()
+        if self.stream is None:
+            return nullcontext()
+        return self.stream.ahead()
 
     @property
     def like(self) -> Tensor:
@@ -240,8 +251,11 @@ class Forward(ABC):
         brought: set[int] = set()
         for layer in self.model.modules():
             if streamed(layer):
-                brought |= {id(weight) for weight in layer.parameters()}
-        resident = ((name, weight) for name, weight in self.weights() if id(weight) not in brought)
+                brought.update(map(id, layer.parameters()))
+        resident = []
+        for name, weight in self.weights():
+            if id(weight) not in brought:
+                resident.append((name, weight))
         check_finite(self.name, resident)
 
     def check_positions(self, needed: int, how: str) -> None:
@@ -249,12 +263,14 @@ class Forward(ABC):
 
         needed: number of positions; how: for the message, what they include
         """
-        if needed > self.max_positions:
-            past = "; beyond them, its rotary embeddings depend on the text's length" if self.has_dynamic_rope else ""
-            raise ValueError(
-                f"prompt and new tokens need {needed} positions {how}, but {self.name} has {self.max_positions} "
-                f"positions{past}"
-            )
+        if needed <= self.max_positions:
+            return
+        message = (
+            f"prompt and new tokens need {needed} positions {how}, but {self.name} has {self.max_positions} positions"
+        )
+        if self.has_dynamic_rope:
+            message += "; beyond them, its rotary embeddings depend on the text's length"
+        raise ValueError(message)
 
     @abstractmethod
     def new_cache(self, batch: int, rows: int, lag: int = 0) -> KeyValueCache:
@@ -310,13 +326,15 @@ class Forward(ABC):
         for begin in range(0, width, most):
             end = min(begin + most, width)
             column = torch.arange(begin, end, device=device)
-            rows = (first[..., None] + column).expand(batch, -1)  # [B, N]
+            rows = first[..., None] + column
+            rows = rows.expand(batch, -1)  # [B, N]
             positions = rows
             chunk = tokens[:, begin:end]
             if limit is not None and is_long and least + end <= limit:
                 chunk, positions, rows = as_long(chunk, rows, limit)
             count = rows.shape[1]
-            mask = chain_mask(first + begin, count, visible_rows=largest + begin + count)
+            visible_rows = largest + begin + count
+            mask = chain_mask(first + begin, count, visible_rows)
             self(chunk, positions, rows, cache, mask, needs_logits=False, taps=taps)
 
     def positions_within_limit(self, positions: Tensor, prefix_length: Tensor) -> Tensor:
@@ -330,7 +348,8 @@ class Forward(ABC):
         if self.rope_limit is None:
             return positions
         is_long = prefix_length[:, None] >= self.rope_limit
-        return positions.where(is_long, positions.clamp(max=self.rope_limit - 1))
+        short = positions.clamp(max=self.rope_limit - 1)
+        return positions.where(is_long, short)
 
 
 def chunk_of(batch: int, device: torch.device) -> int:
@@ -351,7 +370,8 @@ def as_long(tokens: Tensor, rows: Tensor, limit: int) -> tuple[Tensor, Tensor, T
     """
     positions = pad(rows, (0, 1), value=limit)
     next_row = rows[:, -1:] + 1
-    return pad(tokens, (0, 1)), positions, torch.cat([rows, next_row], 1)
+    rows = torch.cat([rows, next_row], 1)
+    return pad(tokens, (0, 1)), positions, rows
 
 
 def parts_of(model: nn.Module, name: str) -> Parts:
@@ -382,7 +402,9 @@ def check_window(window: Any, name: str) -> None:
 
 def as_logits(logits: Tensor) -> Tensor:
     """Logits in a dtype that kernels take: fp64 becomes fp32, others stay."""
-    return logits if logits.dtype.itemsize < 8 else logits.float()
+    if logits.dtype.itemsize < 8:
+        return logits
+    return logits.float()
 
 
 def host_can_read(device: torch.device) -> bool:
@@ -409,7 +431,9 @@ def check_finite(whose: str, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 def is_plain(weight: Tensor) -> bool:
     """Whether a weight is an ordinary floating-point tensor; a quantised weight has a class or a dtype of its own."""
-    return type(weight) in (nn.Parameter, Tensor) and weight.is_floating_point() and weight.dtype.itemsize > 1
+    if type(weight) not in (nn.Parameter, Tensor):
+        return False
+    return weight.is_floating_point() and weight.dtype.itemsize > 1
 
 
 def _ropes(parameters: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:

@@ -55,8 +55,9 @@ class TokenTree:
         self._first[1:] = np.bincount(above, minlength=nodes).cumsum()
         if ranks is None:
             self._children = above.argsort(kind="stable") + 1
+            parent = self._parents[self._children]
             self._ranks = np.zeros(nodes, np.int64)
-            self._ranks[self._children] = drafted - 1 - self._first[self._parents[self._children]]
+            self._ranks[self._children] = drafted - 1 - self._first[parent]
         else:
             self._ranks = _integers("ranks", ranks)
             if len(self._ranks) != nodes or self._ranks[0] != 0:
@@ -65,10 +66,12 @@ class TokenTree:
             begin = self._first[above]
             end = self._first[above + 1]
             fits = (rank >= 0) & (rank < end - begin)
+            index = begin + rank
             self._children = np.zeros(nodes - 1, np.int64)
-            self._children[(begin + rank)[fits]] = drafted[fits]
+            self._children[index[fits]] = drafted[fits]
             if not self._children.all():  # a rank is missing, so another occurs twice or is out of range
-                node = int(self._first.searchsorted((self._children == 0).argmax(), side="right")) - 1
+                missing = (self._children == 0).argmax()
+                node = int(self._first.searchsorted(missing, side="right")) - 1
                 given = sorted(rank[above == node].tolist())
                 raise ValueError(f"the children of node {node} must have ranks 0, 1, 2, ..., got {given}")
 
@@ -84,7 +87,10 @@ class TokenTree:
         length = whole("length", length)
         if length < 0:
             raise ValueError(f"length must be at least 0, got {length}")
-        return cls.from_branching([sequences, *[1] * (length - 1)] if length else [])
+        if length == 0:
+            return cls.from_branching([])
+        one_child = [1] * (length - 1)
+        return cls.from_branching([sequences, *one_child])
 
     @classmethod
     def k_ary(cls, branching: int, depth: int) -> "TokenTree":
@@ -105,9 +111,11 @@ class TokenTree:
         stack = [(-1, 0)]  # parent and depth of nodes that have not been added yet
         while stack:
             parent, depth = stack.pop()
+            node = len(parents)
             parents.append(parent)
             if depth < len(widths):
-                stack.extend([(len(parents) - 1, depth + 1)] * widths[depth])
+                child = (node, depth + 1)
+                stack.extend([child] * widths[depth])
         return cls(parents)
 
     @classmethod
@@ -119,20 +127,24 @@ class TokenTree:
         earlier sibling is missing, and for ranks that are not integers of at least 0.
         """
         listed = sorted(map(_path, paths), key=lambda path: (len(path), path))
-        numbers = {path: node for node, path in enumerate(listed, 1)}
-        numbers[()] = 0
-        twice = [path for path, following in pairwise(listed) if path == following]
-        if twice:
-            raise ValueError(f"every path must be given once, got {[*twice[0]]} twice")
-        for path in listed:
-            elder = (*path[:-1], path[-1] - 1)
-            if path[:-1] not in numbers:
-                raise ValueError(f"the node at path {[*path]} has no parent: {[*path[:-1]]} is missing")
-            if path[-1] and elder not in numbers:
-                raise ValueError(f"the node at path {[*path]} is drawn after the one at {[*elder]}, which is missing")
-        parents = [numbers[path[:-1]] for path in listed]
-        ranks = [path[-1] for path in listed]
-        return cls([-1, *parents], [0, *ranks])
+        for path, following in pairwise(listed):
+            if path == following:
+                raise ValueError(f"every path must be given once, got {[*path]} twice")
+        numbers: dict[tuple[int, ...], int] = {(): 0}
+        parents = [-1]
+        ranks = [0]
+        for node, path in enumerate(listed, 1):  # parents and earlier siblings come first
+            above = path[:-1]
+            rank = path[-1]
+            earlier = (*above, rank - 1)
+            if above not in numbers:
+                raise ValueError(f"the node at path {[*path]} has no parent: {[*above]} is missing")
+            if rank > 0 and earlier not in numbers:
+                raise ValueError(f"the node at path {[*path]} is drawn after the one at {[*earlier]}, which is missing")
+            numbers[path] = node
+            parents.append(numbers[above])
+            ranks.append(rank)
+        return cls(parents, ranks)
 
     @property
     def parents(self) -> "Tensor":
@@ -161,7 +173,9 @@ class TokenTree:
     @property
     def branching(self) -> int:
         """The largest number of children that a node has."""
-        return int(self._ranks.max()) + 1 if len(self) > 1 else 0
+        if len(self) == 1:
+            return 0
+        return int(self._ranks.max()) + 1
 
     @property
     def subtree_size(self) -> "Tensor":
@@ -184,7 +198,8 @@ class TokenTree:
                 f"subtree_end needs depth-first order, but node {1 + self._strays.argmax()} breaks it; "
                 "take tree.reordered('heavy_path')[0]"
             )
-        return _tensor(np.arange(len(self)) + self._sizes)
+        ends = np.arange(len(self)) + self._sizes
+        return _tensor(ends)
 
     @cached_property
     def _above(self) -> list[np.ndarray]:
@@ -198,7 +213,9 @@ class TokenTree:
 
     @cached_property
     def _depths(self) -> np.ndarray:
-        return self._path_sums(np.minimum(np.arange(len(self)), 1))
+        edges = np.ones(len(self), np.int64)  # from each node to its parent
+        edges[0] = 0
+        return self._path_sums(edges)
 
     @cached_property
     def _sizes(self) -> np.ndarray:
@@ -221,7 +238,8 @@ class TokenTree:
         before = self._positions[:-1]
         parent = self._parents[1:]
         begin = self._positions[parent]
-        return (before < begin) | (before >= begin + self._sizes[parent])
+        end = begin + self._sizes[parent]
+        return (before < begin) | (before >= end)
 
     def _path_sums(self, values: np.ndarray) -> np.ndarray:
         """The sum of values [N] over each node and all its ancestors, [N]; values[0] must be 0."""
@@ -233,15 +251,17 @@ class TokenTree:
         """Each node's position in preorder, [N]. children [N - 1]: nodes by parent, siblings in the order visited."""
         sizes = self._sizes[children]
         before = sizes.cumsum() - sizes
+        first_sibling = self._first[self._parents[children]]
         offsets = np.zeros(len(self), np.int64)
-        offsets[children] = 1 + before - before[self._first[self._parents[children]]]
+        offsets[children] = 1 + before - before[first_sibling]
         return self._path_sums(offsets)
 
     def mask(self) -> "Tensor":
         """The attention mask of the tree, bool [N, N]: [i, j] is True if node i sees node j: itself or an ancestor."""
         begin = self._positions.astype(np.int32)  # takes half the time of int64
         end = begin + self._sizes.astype(np.int32)
-        return _tensor((begin <= begin[:, None]) & (begin[:, None] < end))
+        own = begin[:, None]
+        return _tensor((begin <= own) & (own < end))
 
     def reordered(self, order: Order) -> "tuple[TokenTree, Tensor]":
         """The same tree with other node numbers, and permutation[new] = old, LongTensor[N]. Nodes keep their ranks.
@@ -255,18 +275,21 @@ class TokenTree:
     def renumbered(self, order: Order) -> "tuple[TokenTree, np.ndarray]":
         """The same tree with other node numbers, and permutation[new] = old, int64 [N]. order: as for `reordered`."""
         if order == "breadth_first":
-            permutation = _inverse(self._positions)
-            permutation = permutation[self._depths[permutation].argsort(kind="stable")]
+            preorder = _inverse(self._positions)
+            by_depth = self._depths[preorder].argsort(kind="stable")
+            permutation = preorder[by_depth]
         elif order == "depth_first":
             permutation = _inverse(self._positions)
         elif order == "heavy_path":
             parents = self._parents[self._children]
             sizes = self._sizes[self._children]
             heavy_first = (parents * len(self) - sizes).argsort(kind="stable")
-            permutation = _inverse(self._preorder(self._children[heavy_first]))
+            positions = self._preorder(self._children[heavy_first])
+            permutation = _inverse(positions)
         else:
             raise ValueError(f"order must be 'breadth_first', 'depth_first' or 'heavy_path', got {order!r}")
-        parents = _inverse(permutation)[self._parents[permutation]]
+        new = _inverse(permutation)
+        parents = new[self._parents[permutation]]
         parents[0] = -1
         return TokenTree(parents, self._ranks[permutation]), permutation
 
@@ -274,7 +297,8 @@ class TokenTree:
         """The number of block_size x block_size blocks of `mask()` with a True entry: block-sparse attention's work."""
         from heavypath.speculative.trees.looks import occupied_blocks
 
-        return occupied_blocks(self._above, len(self), whole("block_size", block_size))
+        block_size = whole("block_size", block_size)
+        return occupied_blocks(self._above, len(self), block_size)
 
     def truncated(self, depth: int) -> "tuple[TokenTree, Tensor]":
         """The tree of the nodes at most `depth` edges below the root, and their old numbers, LongTensor[new nodes]."""
@@ -299,11 +323,12 @@ class TokenTree:
     grows = False  # its nodes do not depend on what is drafted
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, TokenTree)
-            and np.array_equal(self._parents, other._parents)
-            and np.array_equal(self._ranks, other._ranks)
-        )
+        if self is other:
+            return True
+        if not isinstance(other, TokenTree):
+            return False
+        same_parents = np.array_equal(self._parents, other._parents)
+        return same_parents and np.array_equal(self._ranks, other._ranks)
 
     def __hash__(self) -> int:
         return hash((self._parents.tobytes(), self._ranks.tobytes()))
@@ -343,7 +368,8 @@ def _path(given: Sequence[int]) -> tuple[int, ...]:
 def _integers(name: str, values: Any) -> np.ndarray:
     """A copy as a flat int64 array. Raises TypeError or ValueError for anything but integers."""
     if hasattr(values, "numpy"):  # a tensor
-        values = values.numpy(force=True) if str(values.dtype) in ("torch.int32", "torch.int64") else values.tolist()
+        is_integer = str(values.dtype) in ("torch.int32", "torch.int64")
+        values = values.numpy(force=True) if is_integer else values.tolist()
     if isinstance(values, np.ndarray):
         if values.ndim == 1 and values.dtype.kind == "i":
             return values.astype(np.int64)
