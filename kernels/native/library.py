@@ -80,7 +80,10 @@ def thread_count(bytes_read: int | None = None) -> int:
     import torch  # not above: `heavypath info` needs the library's name without importing PyTorch
 
     threads = torch.get_num_threads()
-    return threads if bytes_read is None else max(1, min(threads, bytes_read // SHARE))
+    if bytes_read is None:
+        return threads
+    enough = max(1, bytes_read // SHARE)
+    return min(threads, enough)
 
 
 def compiled_for() -> str | None:
@@ -110,8 +113,12 @@ def march() -> str:
         needed += names.split()
         if level == given:
             break
-    found = re.search(r"^flags\s*: (.+)$", CPUINFO.read_text(), re.M) if platform.machine() == "x86_64" else None
-    lacking = sorted({*needed} - {*(found[1].split() if found else ())})
+    has: list[str] = []
+    if platform.machine() == "x86_64":
+        found = re.search(r"^flags\s*: (.+)$", CPUINFO.read_text(), re.M)
+        if found:
+            has = found[1].split()
+    lacking = sorted({*needed} - {*has})
     if lacking:
         raise ValueError(
             f"{MARCH}={given}: this processor ({platform.machine()}) lacks {', '.join(lacking)}; name a lesser one of "
@@ -128,12 +135,18 @@ def flags() -> tuple[str, ...]:
 def compiler_path() -> str | None:
     """Return the path of the C++ compiler: the one that CXX names, else g++, c++ or clang++; None if not found."""
     given = os.environ.get("CXX")
-    return next(filter(None, map(shutil.which, [given] if given else ["g++", "c++", "clang++"])), None)
+    for name in [given] if given else ["g++", "c++", "clang++"]:
+        found = shutil.which(name)
+        if found:
+            return found
+    return None
 
 
 def cache_folder() -> Path:
     """Return the folder of compiled kernels. Raises RuntimeError for a user without a home."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heavypath"
+    given = os.environ.get("XDG_CACHE_HOME")
+    caches = Path(given) if given else Path.home() / ".cache"
+    return caches / "heavypath"
 
 
 def _run(arguments: list[str], seconds: float | None = None) -> str:
@@ -152,7 +165,9 @@ def _run(arguments: list[str], seconds: float | None = None) -> str:
 
 def library_name(compiler: str) -> str:
     """Return the library's file name, with a hash of the sources, compiler, flags and processor."""
-    key = hashlib.sha256("\n".join([_run([compiler, "--version"], PATIENCE), *flags(), _processor()]).encode())
+    version = _run([compiler, "--version"], PATIENCE)
+    facts = "\n".join([version, *flags(), _processor()])
+    key = hashlib.sha256(facts.encode())
     for source in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"))):
         key.update(source.read_bytes())
     return f"native-{key.hexdigest()[:20]}.so"
@@ -187,18 +202,24 @@ def _file(compiler: str) -> int:
 def _compiled(compiler: str) -> bytes:
     """Compile the library in a temporary folder and return its bytes."""
     with tempfile.TemporaryDirectory(prefix="heavypath-") as folder:
-        objects = {source: f"{folder}/{source.stem}.o" for source in SOURCES.glob("*.cpp")}
+        commands = []
+        objects = []
+        for source in SOURCES.glob("*.cpp"):
+            made = f"{folder}/{source.stem}.o"
+            commands.append([compiler, *flags(), "-c", str(source), "-o", made])
+            objects.append(made)
         with ThreadPoolExecutor() as pool:
-            list(pool.map(_run, [[compiler, *flags(), "-c", str(each), "-o", made] for each, made in objects.items()]))
+            list(pool.map(_run, commands))
         whole = Path(folder) / "native.so"
-        _run([compiler, *flags(), "-shared", *objects.values(), "-o", str(whole)])
+        _run([compiler, *flags(), "-shared", *objects, "-o", str(whole)])
         return whole.read_bytes()
 
 
 def _processor() -> str:
     """Return a description that differs between processors with different instruction sets."""
     lines = CPUINFO.read_text().splitlines()
-    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+    facts = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+    return "\n".join(sorted(facts))
 
 
 def _own(path: str | Path, kind: int = 0, folder: int | None = None) -> int:
@@ -206,9 +227,12 @@ def _own(path: str | Path, kind: int = 0, folder: int | None = None) -> int:
 
     So no other user can decide what this process loads.
     """
-    opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | kind, dir_fd=folder)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | kind
+    opened = os.open(path, flags, dir_fd=folder)
     facts = os.fstat(opened)
-    if facts.st_uid == os.getuid() and not facts.st_mode & 0o022:
+    is_own = facts.st_uid == os.getuid()
+    others_may_write = facts.st_mode & 0o022
+    if is_own and not others_may_write:
         return opened
     os.close(opened)
     raise PermissionError(
@@ -223,7 +247,9 @@ def _whole(name: str, folder: int) -> int:
     try:
         with open(file, "rb", closefd=False) as opened:
             found = opened.read()
-        if hashlib.sha256(found[:-DIGEST]).digest() != found[-DIGEST:]:
+        code = found[:-DIGEST]
+        digest = found[-DIGEST:]
+        if hashlib.sha256(code).digest() != digest:
             raise OSError("it was cut off or changed")
     except OSError:
         os.close(file)

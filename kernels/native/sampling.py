@@ -42,12 +42,17 @@ class _Mix(Arguments):
 
 def seed_tensor(seed: int | Tensor) -> Tensor:
     """Return a seed as a LongTensor []; an integer is taken modulo 2**64."""
-    return seed if isinstance(seed, Tensor) else torch.tensor((int(seed) + 2**63) % 2**64 - 2**63, device="cpu")
+    if isinstance(seed, Tensor):
+        return seed
+    signed = (int(seed) + 2**63) % 2**64 - 2**63
+    return torch.tensor(signed, device="cpu")
 
 
 def below_infinity(values: Tensor) -> bool:
     """Whether no number of a contiguous fp32 tensor is +infinity or NaN."""
-    return bool(compiled().below_infinity(c_void_p(values.data_ptr()), c_int64(values.numel())))
+    address = c_void_p(values.data_ptr())
+    count = c_int64(values.numel())
+    return bool(compiled().below_infinity(address, count))
 
 
 def draw(
@@ -86,7 +91,14 @@ def sequence_scores(logits: Tensor, settings: Tensor) -> Tensor:
     settings = in_rows(settings)
     scores = torch.empty(logits.shape, dtype=torch.float32, device="cpu")
     call = _SequenceScores(
-        logits, *logits.shape, logits.stride(0), logits.stride(1), settings, settings.stride(0), scores, thread_count()
+        logits,
+        *logits.shape,
+        logits.stride(0),
+        logits.stride(1),
+        settings,
+        settings.stride(0),
+        scores,
+        thread_count(),
     )
     launch("sequence_scores", call)
     return scores

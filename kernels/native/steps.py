@@ -53,7 +53,8 @@ def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -> 
     batch = len(root)
     tokens, cache_rows, parent_rows = torch.empty(3, batch, 2, dtype=torch.long, device="cpu").unbind()
     mask = torch.empty(batch, 2, nodes, dtype=torch.bool, device="cpu")
-    launch("first_nodes", _First(batch, nodes, previous, root, lengths, tokens, cache_rows, parent_rows, mask))
+    call = _First(batch, nodes, previous, root, lengths, tokens, cache_rows, parent_rows, mask)
+    launch("first_nodes", call)
     return First(tokens, cache_rows, parent_rows, mask)
 
 
@@ -96,8 +97,10 @@ def alike(trees: Trees, given: CommonNodes) -> Tensor:
     """For each node of a level, return the first node with the same path of tokens, LongTensor[B, n]."""
     (tokens, *_, texts) = trees
     node, parent, _ = given
-    first = torch.empty(len(tokens), node.shape[0], dtype=torch.long, device="cpu")
-    launch("alike", _Alike(*tokens.shape, node.shape[0], tokens, texts, node, parent, first))
+    count = node.shape[0]
+    first = torch.empty(len(tokens), count, dtype=torch.long, device="cpu")
+    call = _Alike(*tokens.shape, count, tokens, texts, node, parent, first)
+    launch("alike", call)
     return first
 
 
@@ -110,8 +113,8 @@ def copy_rows(rows: Tensor, to: Tensor, places: Tensor) -> None:
     """
     size = rows.element_size()
     batch, count, vocab = rows.shape
-    fits = to.dtype == rows.dtype and (to.shape[0], to.shape[2], places.shape[0]) == (batch, vocab, count)
-    if not (fits and rows.stride(2) == to.stride(2) == 1):
+    fits = to.dtype == rows.dtype and to.shape[0] == batch and to.shape[2] == vocab and places.shape[0] == count
+    if not fits or rows.stride(2) != 1 or to.stride(2) != 1:
         given = [f"{each.dtype} {[*each.shape]} with strides {each.stride()}" for each in (rows, to)]
         raise ValueError(
             "copy_rows needs rows [B, n, V] and [B, N, V] of one type, with a last stride of 1, and n places; "

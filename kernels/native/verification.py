@@ -34,13 +34,18 @@ def verify(inputs: VerifyInputs) -> Verified:
     if ranks is None:
         ranks = sibling_order(parents.expand_as(tokens))
     one_shape = parents.dim() == ranks.dim() == 1 or parents.stride(0) == ranks.stride(0) == 0
-    shaped = [each[:1].flatten() if one_shape and each.dim() > 1 else each for each in (parents, ranks)]
-    parents, ranks = ((each if one_shape else each.expand(batch, -1)).contiguous() for each in shaped)
+    if one_shape:
+        parents = _of_first(parents)
+        ranks = _of_first(ranks)
+    else:
+        parents = parents.expand(batch, -1)
+        ranks = ranks.expand(batch, -1)
     rows = torch.arange(batch * count, device="cpu") if noise.rows is None else noise.rows.contiguous()
     target = _readable(inputs.target_logits)
-    draft = inputs.draft_logits
+    draft = None
     rule = VERIFICATION_RULES[inputs.method]
-    draft = _readable(draft) if draft is not None and rule.draft_aware else None
+    if rule.draft_aware and inputs.draft_logits is not None:
+        draft = _readable(inputs.draft_logits)
     path = tokens.new_empty(batch, inputs.max_depth + 1)
     length = tokens.new_empty(batch)
     next_token = torch.empty_like(length)
@@ -53,8 +58,8 @@ def verify(inputs: VerifyInputs) -> Verified:
         rule.number,
         inputs.independent,
         tokens.contiguous(),
-        parents,
-        ranks,
+        parents.contiguous(),
+        ranks.contiguous(),
         rows,
         0 if one_shape else count,
         target,
@@ -74,15 +79,24 @@ def verify(inputs: VerifyInputs) -> Verified:
     def run() -> None:
         if not kernel(byref(call)):
             of_draft, sequence, node = bad
-            side, logits = ("draft", draft) if of_draft else ("target", target)
+            side = "draft" if of_draft else "target"
+            logits = draft if of_draft else target
             assert logits is not None
-            raise no_maximum(side, sequence, node, float(logits[sequence, node].max()))
+            largest = float(logits[sequence, node].max())
+            raise no_maximum(side, sequence, node, largest)
 
     do(run)
     return Verified(path, length, next_token)
 
 
+def _of_first(each: Tensor) -> Tensor:
+    """The row [N] of the first sequence, from a tensor [N] or [B, N]."""
+    return each[:1].flatten() if each.dim() > 1 else each
+
+
 def _readable(logits: Tensor) -> Tensor:
     """Return logits [B, N, V] in fp32, with the rows of a sequence contiguous."""
     logits = logits.detach().float()
-    return logits if logits.stride(2) == 1 and logits.stride(1) == logits.shape[2] else logits.contiguous()
+    if logits.stride(2) == 1 and logits.stride(1) == logits.shape[2]:
+        return logits
+    return logits.contiguous()

@@ -104,9 +104,12 @@ class NativePass:
             return copied.blocks.struct
 
         for own, layer in zip(structures, layers, strict=True):
-            norms = layer.norm, layer.mlp_norm, *(layer.head_norms or (None, None)), layer.hidden_norm
-            for (name, _), norm in zip(own._fields_, norms, strict=False):
-                getattr(own, name).take(norm)
+            own.norm.take(layer.norm)
+            own.mlp_norm.take(layer.mlp_norm)
+            query_norm, key_norm = layer.head_norms or (None, None)
+            own.query_norm.take(query_norm)
+            own.key_norm.take(key_norm)
+            own.beside.take(layer.hidden_norm)
             own.keeps_normed = layer.norm_before_residual
             own.project = packed(layer.projections)
             own.mix = packed([layer.mixing])
@@ -116,18 +119,22 @@ class NativePass:
             own.window = layer.window or 0
         embedding = ends.embedding
         first = layers[0]
-        heads, kv_heads, _ = (len(projection.weight) // first.head_dim for projection in first.projections)
+        queries, keys, _ = first.projections
+        gate, _ = first.gates
+        proposed = None
+        if ends.proposed is not None:
+            proposed = ends.proposed.data_ptr()
         self._model = _Model(
             len(layers),
             embedding.shape[1],
-            heads,
-            kv_heads,
+            len(queries.weight) // first.head_dim,
+            len(keys.weight) // first.head_dim,
             first.head_dim,
-            len(first.gates[0].weight),
+            len(gate.weight),
             addressof(structures),
             embedding.data_ptr(),
             ends.vocab_size or len(ends.lm_head.weight),
-            None if ends.proposed is None else ends.proposed.data_ptr(),
+            proposed,
             ends.given,
             ends.feeds_back_normed,
             head=packed([ends.lm_head]),
@@ -135,7 +142,10 @@ class NativePass:
         self._model.norm.take(ends.norm)
         if ends.join is not None:
             self._model.join = packed([ends.join])
-        self._bytes = sum(kept.blocks.weight.nbytes for kept in self._kept if isinstance(kept, Packed))
+        self._bytes = 0
+        for kept in self._kept:
+            if isinstance(kept, Packed):
+                self._bytes += kept.blocks.weight.nbytes
         self._dtype = embedding.dtype
 
     def takes(self, rows: int) -> bool:
@@ -164,13 +174,25 @@ class NativePass:
         assert rotary is not None
         lengths = mask.prefix_length.contiguous()
         keys, values = cache.read(0)
-        layer_bytes = cache.read(1)[0].data_ptr() - keys.data_ptr() if self._model.layers > 1 else 0
-        assert not isinstance(mask.ancestor_mask, PackedAncestors)  # which only a GPU packs
-        ends, seen = (None if each is None else each.contiguous() for each in (mask.subtree_end, mask.ancestor_mask))
-        shape = seen if ends is None else ends[..., None, :]
+        layer_bytes = 0  # between the keys of a layer and those of the next one
+        if self._model.layers > 1:
+            next_keys, _ = cache.read(1)
+            layer_bytes = next_keys.data_ptr() - keys.data_ptr()
+        ends = mask.subtree_end
+        seen = mask.ancestor_mask
+        assert not isinstance(seen, PackedAncestors)  # which only a GPU packs
+        if seen is not None:
+            seen = seen.contiguous()
+        shape = seen
+        if ends is not None:
+            ends = ends.contiguous()
+            shape = ends[..., None, :]
         assert shape is not None
         given, wanted, outputs, present = states or GivenStates(None, nodes)
-        logits = torch.empty(batch, wanted if needs_logits else 0, self._model.vocab, dtype=self._dtype, device="cpu")
+        if given is not None:
+            given = given.contiguous()
+        rows = wanted if needs_logits else 0
+        logits = torch.empty(batch, rows, self._model.vocab, dtype=self._dtype, device="cpu")
         call = _Call(
             batch,
             nodes,
@@ -193,21 +215,23 @@ class NativePass:
             ends,
             shape.dim() > 2 and len(shape) > 1,
             shape.shape[-1],
-            None if given is None else given.contiguous(),
+            given,
             wanted=wanted,
             outputs=outputs,
             outputs_stride=0 if outputs is None else outputs.stride(0),
             threads=thread_count(self._bytes),
         )
-        numbers = () if taps is None else taps.numbers
-        tapped = {number: logits.new_empty(batch, nodes, self._model.hidden) for number in numbers}
-        if tapped:
+        tapped: dict[int, Tensor] = {}
+        if taps is not None and taps.numbers:
             places = (c_void_p * (self._model.layers + 1))()
-            for number, tap in tapped.items():
+            for number in taps.numbers:
+                tap = logits.new_empty(batch, nodes, self._model.hidden)
+                tapped[number] = tap
                 places[number] = tap.data_ptr()
             call.taps = addressof(places)
             call.kept += places, tapped
-        scratch = torch.empty(lib.llama_scratch(byref(self._model), byref(call)), dtype=torch.float32, device="cpu")
+        size = lib.llama_scratch(byref(self._model), byref(call))
+        scratch = torch.empty(size, dtype=torch.float32, device="cpu")
         call.scratch = scratch.data_ptr()
         call.logits = logits.data_ptr() if needs_logits else None
         call.kept += self, scratch, logits
@@ -226,10 +250,19 @@ def native_pass(
 
     weights: all weights that the pass reads
     """
-    every = [*(each for layer in layers for each in layer.linears), *filter(None, (ends.lm_head, ends.join))]
-    one_type = len({(weight.dtype, weight.device) for weight in weights}) == 1 and weights[0].dtype in TYPES
-    plain = all(type(weight) is nn.Parameter and weight.is_contiguous() for weight in weights)
-    usual = all(is_silu(layer.activation) for layer in layers) and ends.embedding.shape[1] > 0
-    if not (linears.can_copy and one_type and plain and usual and are_plain(every)):
+    if not linears.can_copy or ends.embedding.shape[1] == 0:
+        return None
+    for weight in weights:
+        if type(weight) is not nn.Parameter or not weight.is_contiguous():
+            return None
+    types = {(weight.dtype, weight.device) for weight in weights}
+    if len(types) != 1 or weights[0].dtype not in TYPES:
+        return None
+    products = [each for each in (ends.lm_head, ends.join) if each is not None]
+    for layer in layers:
+        if not is_silu(layer.activation):
+            return None
+        products += layer.linears
+    if not are_plain(products):
         return None
     return NativePass(layers, ends, linears, rope_limit)
