@@ -73,7 +73,8 @@ class Drafted(NamedTuple):
     @property
     def target_inputs(self) -> "TargetInputs":
         """The nodes as the target's pass takes them: tokens, positions, cache rows and the tree."""
-        return TargetInputs(self.inputs.tokens, self.inputs.positions, self.inputs.cache_rows, self.subtree_end)
+        inputs = self.inputs
+        return TargetInputs(inputs.tokens, inputs.positions, inputs.cache_rows, self.subtree_end)
 
 
 class Shape(Protocol):
@@ -131,7 +132,8 @@ def root_feed(state: Sequences, reach: Reach, nodes: int, levels: int) -> Feed:
     nodes: columns of the mask, which are nodes of the tree; at least 2, since there are 2 queries
     levels: levels that are drafted in this step
     """
-    first = step_kernels(state.root.device).first_nodes(state.previous, state.root, state.lengths, nodes)
+    kernels = step_kernels(state.root.device)
+    first = kernels.first_nodes(state.previous, state.root, state.lengths, nodes)
     return Feed(
         tokens=first.tokens,
         positions=first.cache_rows,
@@ -193,9 +195,14 @@ def _check_natively(whose: str, logits: Tensor, state: Sequences, depths: int | 
 
 
 def _no_distribution(whose: str, logits: Tensor, state: Sequences, depths: int | Tensor) -> ValueError:
-    largest = logits.amax(-1)
-    slot, column = (largest.isnan() | (largest == torch.inf)).nonzero()[0].tolist()
-    position = (state.lengths[:, None] + depths).expand_as(largest)[slot, column]
-    where = f"position {int(position)} of sequence {int(state.member[slot])}"
-    why = "; numbers that are too large for float16 need bfloat16 or float32" if logits.dtype == torch.float16 else ""
+    largest = logits.amax(-1)  # [B, n]
+    is_wrong = largest.isnan() | (largest == torch.inf)
+    slot, column = is_wrong.nonzero()[0].tolist()
+    positions = (state.lengths[:, None] + depths).expand_as(largest)
+    position = int(positions[slot, column])
+    member = int(state.member[slot])
+    where = f"position {position} of sequence {member}"
+    why = ""
+    if logits.dtype == torch.float16:
+        why = "; numbers that are too large for float16 need bfloat16 or float32"
     return ValueError(f"the {whose}'s logits after {where} hold NaN or +inf{why}")

@@ -79,7 +79,8 @@ class Request:
         Raises TypeError or ValueError for invalid arguments, and for requests that a model does not support.
         """
         temperature = None if temperature is None else real("temperature", temperature)
-        settings = with_generation_config(options, temperature, target.model.generation_config, target.vocab_size)
+        vocab_size = target.vocab_size
+        settings = with_generation_config(options, temperature, target.model.generation_config, vocab_size)
         filters = filters_of(settings).check()
         seed = whole("seed", seed)
         max_new_tokens = whole("max_new_tokens", max_new_tokens)
@@ -89,22 +90,26 @@ class Request:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         _check_positions(target, drafting, lengths, max_new_tokens)
-        eos, pad = _stop_tokens(settings["eos_token_id"], settings["pad_token_id"], target.vocab_size)
+        given_pad = settings["pad_token_id"]
+        eos, pad = _stop_tokens(settings["eos_token_id"], given_pad, vocab_size)
         stopping = _stopping(input_ids, settings["stop_strings"], options)
         batch, width = input_ids.shape
-        if stopping is not None and batch > 1 and not eos and settings["pad_token_id"] is None:
+        if stopping is not None and batch > 1 and not eos and given_pad is None:
             raise ValueError("sequences of a batch that stop early need pad_token_id or eos_token_id, got neither")
-        columns = torch.arange(int(lengths.max()), device=input_ids.device) + (width - lengths)[:, None]
+        device = input_ids.device
+        padding = width - lengths  # on the left
+        columns = torch.arange(int(lengths.max()), device=device) + padding[:, None]
+        columns = columns.clamp(max=width - 1)
         request = cls(
-            prompt=input_ids.gather(1, columns.clamp(max=width - 1)),
+            prompt=input_ids.gather(1, columns),
             lengths=lengths,
             max_new_tokens=max_new_tokens,
             filters=filters,
             seed=seed,
-            sequence_ids=_checked_sequence_ids(options.get("sequence_ids"), batch, input_ids.device),
-            stops=torch.tensor(eos, dtype=torch.long, device=input_ids.device),
+            sequence_ids=_checked_sequence_ids(options.get("sequence_ids"), batch, device),
+            stops=torch.tensor(eos, dtype=torch.long, device=device),
             pad=pad,
-            processing=_processing(settings, max_new_tokens, eos, target.vocab_size),
+            processing=_processing(settings, max_new_tokens, eos, vocab_size),
             processors=None,
             input_ids=input_ids,
             stopping=stopping,
@@ -112,10 +117,9 @@ class Request:
             inputs=_inputs(input_ids, lengths, target, max_new_tokens, options),
         )
         config = settings["processors"]
-        vocab_size = target.vocab_size
-        given = [options.get(name) for name in ("logits_processor", "prefix_allowed_tokens_fn")]
+        given = [config, options.get("logits_processor"), options.get("prefix_allowed_tokens_fn")]
         penalties = penalties_as_processors and request.processing is not None
-        if penalties or any(each is not None for each in (config, *given)):
+        if penalties or any(each is not None for each in given):
             return load("with_processors")(request, options, config, vocab_size=vocab_size, penalties=penalties)
         return request
 
@@ -147,8 +151,10 @@ class Request:
 
 def filters_of(settings: Mapping[str, Any]) -> Filters:
     """Return filters from settings by name: the temperature and all of `SamplingOptions`. None turns a filter off."""
-    given = {name: settings[name] for name in ("top_k", "top_p", "min_p")}
-    on = {name: value for name, value in given.items() if value != NOTHING[name]}
+    on = {}
+    for name in ("top_k", "top_p", "min_p"):
+        if settings[name] != NOTHING[name]:
+            on[name] = settings[name]
     return Filters(settings["temperature"], **on)
 
 
@@ -244,15 +250,16 @@ def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         return torch.full_like(input_ids[:, 0], input_ids.shape[1])
     if not isinstance(attention_mask, Tensor):
         raise TypeError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}")
-    mask = attention_mask.ne(0).to(input_ids)
-    wrong = attention_mask[attention_mask.ne(0) != attention_mask]
+    is_token = attention_mask.ne(0)
+    wrong = attention_mask[is_token != attention_mask]
     if len(wrong):
         raise ValueError(f"attention_mask must have zeros (left padding) and ones alone, got {wrong[0].item()}")
+    mask = is_token.to(input_ids)
     if mask.shape != input_ids.shape or (mask.diff(dim=1) < 0).any() or not mask[:, -1].all():
+        got = attention_mask.tolist() if mask.numel() <= 64 else [*mask.shape]
         raise ValueError(
             f"attention_mask must be zeros (left padding) then ones, {[*input_ids.shape]} like input_ids, "
-            f"got {attention_mask.tolist() if mask.numel() <= 64 else [*mask.shape]}; a tokenizer pads so with "
-            "padding_side='left'"
+            f"got {got}; a tokenizer pads so with padding_side='left'"
         )
     return mask.sum(1)
 

@@ -108,7 +108,7 @@ class Sequences:
         zero = torch.zeros_like(root)
         if members is None:
             members = torch.arange(batch, device=prompt.device)
-        fields = {
+        given = {
             StateField.ROOT: root,
             StateField.PREVIOUS: previous,
             StateField.LENGTHS: prompt_lengths - 1,
@@ -116,15 +116,18 @@ class Sequences:
             StateField.MEMBER: members,
             StateField.NOISE: sequence_rows(sequence_ids),
         }
+        numbers = [given.get(name, zero) for name in StateField]
         self.numbers.zero_()
-        self.numbers[:, :batch] = torch.stack([fields.get(name, zero) for name in StateField])
-        self.stops.fill_(-1 if not len(stops) else stops[-1])
-        self.stops[: len(stops)] = stops
+        self.numbers[:, :batch] = torch.stack(numbers)
+        count = len(stops)
+        self.stops.fill_(stops[-1] if count else -1)
+        self.stops[:count] = stops
         self.seed.fill_(_signed(seed))
         self.counts.zero_()
         if self.seen.shape[1]:
             column = torch.arange(width, device=prompt.device)
-            seen = prompt.where(column <= last, root[:, None])  # the root instead of padding
+            is_token = column <= last
+            seen = prompt.where(is_token, root[:, None])  # the root instead of padding
             self.seen.zero_()
             self.seen[:batch].scatter_(1, seen, True)
 
@@ -167,7 +170,8 @@ def sequence_rows(sequence_ids: Tensor) -> Tensor:
 
 def root_rows(sequence_rows: Tensor, positions: Tensor) -> Tensor:
     """Return the noise rows of roots at these positions, LongTensor[B]; sequence_rows: from `sequence_rows`."""
-    return _below(sequence_rows, positions[:, None], ROWS_PER_ROOT)[:, 0]
+    rows = _below(sequence_rows, positions[:, None], ROWS_PER_ROOT)  # [B, 1]
+    return rows[:, 0]
 
 
 def node_rows(root_rows: Tensor, nodes: Tensor) -> Tensor:

@@ -55,9 +55,10 @@ def forward_of(model: Any, name: str, layers: Sequence[int] | None = None) -> Fo
     elif is_as_published(inner, parts) and _is_a_llama(inner, name):
         forward = LlamaForward(inner, name)
     else:
-        kinds = {*(getattr(inner.config.get_text_config(decoder=True), "layer_types", None) or ())}
-        is_recurrent = bool(kinds & {"linear_attention", "conv"}) or getattr(inner, "_is_stateful", False)
-        if is_recurrent:
+        config = inner.config.get_text_config(decoder=True)
+        kinds = getattr(config, "layer_types", None) or ()
+        has_recurrent_layers = "linear_attention" in kinds or "conv" in kinds
+        if has_recurrent_layers or getattr(inner, "_is_stateful", False):
             forward = load("recurrent_forward")(inner, name, lambda own: own.gap(model) <= tolerance_of(own))
         else:
             forward = load("TransformersForward")(inner, name)
@@ -93,8 +94,9 @@ def peers_of(models: Sequence[Forward], device: torch.device, communication: Any
     Raises ValueError for NaN or infinite weights, and with several processes RankMismatchError if weights differ.
     """
     for model in models:
-        kinds = type(model.model).__name__, type(model).__name__
-        logger.debug("%s: a %s, %s on %s, by %s", model.name, kinds[0], model.dtype, model.device, kinds[1])
+        kind = type(model.model).__name__
+        by = type(model).__name__
+        logger.debug("%s: a %s, %s on %s, by %s", model.name, kind, model.dtype, model.device, by)
     if communication is not None or any(model.ranks is not None for model in models):
         return load("agreement_of")(models, device, communication)
     for model in models:
@@ -141,7 +143,11 @@ def _check(forward: "TransformersForward", model: nn.Module) -> None:
     length = 0
     for length in lengths_to_try(forward):
         try:
-            found = forward.gap(model) if length is None else forward.gap(model, length - length // 8 - 2, length // 8)
+            if length is None:
+                found = forward.gap(model)
+            else:
+                chain = length // 8
+                found = forward.gap(model, length - chain - 2, chain)
         except (NotFiniteError, torch.OutOfMemoryError):
             raise
         except Exception as error:

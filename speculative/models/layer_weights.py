@@ -42,7 +42,10 @@ class StreamCounts(NamedTuple):
     @property
     def bandwidth(self) -> float:
         """Bytes per second of the timed reads; 0 if nothing was read, or no times are known."""
-        return (self.bytes_read - self.untimed) / self.reading if self.reading else 0.0
+        if not self.reading:
+            return 0.0
+        timed = self.bytes_read - self.untimed
+        return timed / self.reading
 
 
 class WeightStream(ABC):
@@ -151,13 +154,11 @@ def is_own(hook: object) -> bool:
 
 def streamed(layer: nn.Module) -> LayerWeights | None:
     """The `LayerWeights` of a module whose weights are streamed; None for other modules."""
-    return next(filter(None, map(_owner, layer._forward_pre_hooks.values())), None)
-
-
-def _owner(hook: object) -> LayerWeights | None:
-    """The `LayerWeights` that a hook belongs to; None for other hooks."""
-    owner = getattr(hook, "__self__", None)
-    return owner if isinstance(owner, LayerWeights) else None
+    for hook in layer._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, LayerWeights):
+            return owner
+    return None
 
 
 def weights_of(layer: nn.Module) -> AbstractContextManager[None]:
@@ -167,4 +168,8 @@ def weights_of(layer: nn.Module) -> AbstractContextManager[None]:
 
 def stream_of(model: nn.Module) -> WeightStream | None:
     """The stream that loads the weights of a model's layers; None if there is none."""
-    return next((weights.stream for weights in map(streamed, model.modules()) if weights is not None), None)
+    for layer in model.modules():
+        weights = streamed(layer)
+        if weights is not None:
+            return weights.stream
+    return None

@@ -50,8 +50,9 @@ class _LlamaLayer:
         attention = layer.self_attn
         mlp = layer.mlp
         self.parts = parts
-        self.projections = [parts.of(attention.q_proj), parts.of(attention.k_proj), parts.of(attention.v_proj)]
-        self.gates = [parts.of(mlp.gate_proj), parts.of(mlp.up_proj)]
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self.projections = [*map(parts.of, projections)]
+        self.gates = [*map(parts.of, (mlp.gate_proj, mlp.up_proj))]
         self.mixing = attention.o_proj
         self.last = mlp.down_proj
         self.weights = weights_of(layer)

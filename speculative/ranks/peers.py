@@ -117,7 +117,9 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def part_owned(tensor: Tensor) -> float:
     """The fraction of a tensor that each rank has: 1 / ranks for a DTensor, even if one has a row more; otherwise 1."""
-    return 1 / tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1.0
+    if isinstance(tensor, DTensor):
+        return 1 / tensor.device_mesh.size()
+    return 1.0
 
 
 def is_split(module: nn.Module) -> bool:
