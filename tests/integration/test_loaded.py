@@ -15,8 +15,8 @@ OF_GROWING_TREES = {"ordering.py", "slots.py", "growing.py", "assembly.py", "gro
 def test_a_user_loads_no_more_than_today():
     loaded = script("loaded")
     size = loaded.size_of(loaded.files_of(loaded.PROGRAMS["loaded"]))
-    assert size.files <= 73, size
-    assert size.lines <= 12_370, size
+    assert size.files <= 74, size
+    assert size.lines <= 13_200, size
 
 
 @needs_compiler
@@ -24,8 +24,8 @@ def test_a_cpu_that_decodes_loads_no_more_than_today():
     loaded = script("loaded")
     files = loaded.files_of(loaded.PROGRAMS["decoded"])
     size = loaded.size_of(files)
-    assert size.files <= 77, size
-    assert size.lines <= 13_280, size
+    assert size.files <= 79, size
+    assert size.lines <= 14_220, size
     assert not {path.name for path in files} & (OF_GPUS | OF_GROWING_TREES)
     assert {"step_kernels.py", "verification.py"} < {path.name for path in files}  # of kernels/native/
 
@@ -33,5 +33,5 @@ def test_a_cpu_that_decodes_loads_no_more_than_today():
 def test_a_reader_enters_no_more_than_today():
     loaded = script("loaded")
     size = loaded.size_of(loaded.files_of(loaded.PROGRAMS["entered"]))
-    assert size.files <= 45, size
-    assert size.density <= 10.0, size
+    assert size.files <= 47, size
+    assert size.density <= 9.0, size
