@@ -1,4 +1,4 @@
-"""What a user loads and a reader enters, as `python bench/loaded.py` measures it. The limits may only fall."""
+"""What a user loads and a reader enters, by `python bench/loaded.py`; CONTRIBUTING.md says what may rise."""
 
 import pytest
 from bench_scripts import script
