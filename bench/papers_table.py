@@ -20,10 +20,10 @@ def by_shape(found: Row) -> Named:
 
 
 def by_temperature(found: Row) -> Named:
-    for row in found["rows"]:
-        if row["top_p"] is None:
-            yield f"T = {row['temperature']:g}, SpecInfer", row["over specinfer"]
-            yield "top-k", row["over top-k"]
+    for place, row in enumerate(row for row in found["rows"] if row["top_p"] is None):
+        temperature = f"{row['temperature']:g}" if place else f"T = {row['temperature']:g}"
+        yield f"{temperature}, SpecInfer", row["over specinfer"]
+        yield "top-k", row["over top-k"]
 
 
 def by_cell(found: Row) -> Named:
