@@ -167,31 +167,33 @@ def default_tree(
     batch: number of sequences that the costs are for
 
     If no tree is expected to be SURE times as fast as plain decoding, a batch gets the root alone. A single sequence
-    still drafts one token, because it is not known how well these models agree; nothing, if no agreement could pay.
+    still drafts one token, because it is not known how well these models agree. It drafts nothing if not even a draft
+    that is always right would pay.
     """
     if method == "autoregressive":
         return ROOT
     largest = max(costs.step)
     steps = costs.steps_of(range(1, largest + 1))
     level = costs.level / costs.step[1]
-    plan = _usual_plan(method, tuple(steps.values()), level, levels or DEPTH, usual)
+    most_levels = levels or DEPTH
+    plan = _usual_plan(method, tuple(steps.values()), level, most_levels, usual)
     if batch > 1 and plan.speedup < SURE:
         return ROOT
-    if len(plan.tree) == 1 and not _may_pay(steps, level, levels or DEPTH):
-        logger.warning(
-            "by the costs estimated for these models no tree can pay, even if the draft were always right: "
-            "a level costs %.2f of a step; drafting nothing; `heavypath calibrate` measures",
-            level,
-        )
-        return ROOT
-    if len(plan.tree) == 1:
+    if len(plan.tree) > 1:
+        return as_drafted(method, plan.tree, DEFAULT_CONFIDENCE)
+    if _may_pay(steps, level, most_levels):
         logger.warning(
             "by the costs estimated for these models no tree is expected to pay: a level costs %.2f of a step; "
             "drafting one token a step; `heavypath calibrate` measures",
             level,
         )
         return METHODS[method].tree_of(2)
-    return as_drafted(method, plan.tree, DEFAULT_CONFIDENCE)
+    logger.warning(
+        "by the costs estimated for these models no tree can pay, even if the draft were always right: "
+        "a level costs %.2f of a step; drafting nothing; `heavypath calibrate` measures",
+        level,
+    )
+    return ROOT
 
 
 def _may_pay(steps: Mapping[int, float], level: float, levels: int) -> bool:

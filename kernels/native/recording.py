@@ -207,9 +207,10 @@ def ask(question: Callable[[], Any]) -> Any:
 
     def answer_or_compare() -> object:
         answer = question()
-        if answers:
-            return answer == answers[0]  # False stops a replay
-        return answers.append(answer)
+        if not answers:
+            answers.append(answer)
+            return None
+        return answer == answers[0]  # False stops a replay
 
     do(answer_or_compare)
     return answers[0]
