@@ -43,7 +43,7 @@ GPU_TESTS := $(addprefix tests/, kernels/test_sampling.py kernels/test_commit.py
 help:
 	@echo "The first target also makes .venv and installs torch there, which takes some minutes."
 	@echo "make demo         decode real prompts with the shipped pair, then compare all methods"
-	@echo "make test         run the tests (about 5 minutes on two cores; TESTS=tests/core/test_tree.py runs some of them)"
+	@echo "make test         run the tests (5 to 8 minutes on two cores; TESTS=tests/core/test_tree.py runs some of them)"
 	@echo "make integration  run the tests that start processes or install something, and some with the oldest versions"
 	@echo "make test-lesser  run the tests of the compiled code, built as for lesser processors, with one thread and with two"
 	@echo "make check        run ruff and pyright"
