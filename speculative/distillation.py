@@ -296,17 +296,19 @@ def _saved_rows(file: Path, made_for: dict[str, Any]) -> Rows:
 def _student(draft: Learner, target: PreTrainedModel) -> Student:
     """The draft in the form in which it is trained. Embedding and lm_head of a head or block draft are not trained."""
     draft.eval()  # no dropout: the draft learns from distributions, not from samples
+    dtype = torch.bfloat16 if multiplies_bf16_faster(target.device) else None
     if isinstance(draft, EagleHead | BlockHead):
         draft.requires_grad_(True)
         for module in (draft.embed_tokens, draft.lm_head):
             if module is not None:
                 module.requires_grad_(False)
-        student = student_of_head(draft, target) if isinstance(draft, EagleHead) else student_of_block(draft, target)
-    elif isinstance(draft, MedusaHeads):
-        student = student_of_medusa(draft, target)
-    else:
-        student = student_of_model(draft)
-    return replace(student, dtype=torch.bfloat16) if multiplies_bf16_faster(target.device) else student
+    if isinstance(draft, EagleHead):
+        return student_of_head(draft, target, dtype)
+    if isinstance(draft, BlockHead):
+        return student_of_block(draft, target, dtype)
+    if isinstance(draft, MedusaHeads):
+        return student_of_medusa(draft, target, dtype)
+    return student_of_model(draft, dtype)
 
 
 def multiplies_bf16_faster(device: torch.device) -> bool:

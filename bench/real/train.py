@@ -3,7 +3,7 @@
     python bench/real/train.py build/smollm2                                # goes on where it was interrupted
     python bench/real/train.py build/smollm2 --answers 1680 --conversations 1520 --only-texts         # smollm2-texts
 
-Two kinds of texts, each saved in parts of PART, which are not written again:
+Two kinds of texts, each saved in parts, which are not written again:
 
     answers/         the model's answers to the prompts of bench/real/prompts.py
     conversations/   prompts that the model wrote itself, after the beginning of a user's message, and its answers
@@ -37,7 +37,6 @@ from heavypath.speculative.files.published import published_model
 from heavypath.speculative.training.documents import Document
 from heavypath.speculative.training.optimization import save_whole, say_now
 
-PART = 40
 NEW_TOKENS, PROMPT_TOKENS = 176, 72
 TEMPERATURES = (0.7, 0.0, 1.0)  # of the parts' answers in turn; prompts are sampled at temperature 1
 NO_PROMPT = torch.zeros(0, dtype=torch.int32)
@@ -68,22 +67,22 @@ class Writer:
         ]
 
 
-def answers(write: Writer, tokenizer: Any, number: int) -> list[Tensor]:
-    """Prompts of `prompts.py` with their answers."""
-    first = number * PART
+def answers(write: Writer, tokenizer: Any, number: int, size: int) -> list[Tensor]:
+    """Prompts of `prompts.py` with their answers: part number `number` of `size` prompts."""
+    first = number * size
     given = [
         tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-        for messages in prompts(first + PART)[first:]
+        for messages in prompts(first + size)[first:]
     ]
     return write(given, NEW_TOKENS, TEMPERATURES[number % len(TEMPERATURES)], first)
 
 
-def conversations(write: Writer, tokenizer: Any, number: int) -> list[Tensor]:
-    """Prompts of the model itself with their answers. Messages without an end are left out."""
+def conversations(write: Writer, tokenizer: Any, number: int, size: int) -> list[Tensor]:
+    """Prompts of the model itself with their answers, `size` a part. Messages without an end are left out."""
     text = tokenizer.apply_chat_template([{"role": "user", "content": "X"}], tokenize=False, add_generation_prompt=True)
     before, after = (tokenizer(part)["input_ids"] for part in text.split("X"))
-    first = 10**6 + number * PART
-    messages = [row.tolist() for row in write([before] * PART, PROMPT_TOKENS, 1.0, first)]
+    first = 10**6 + number * size
+    messages = [row.tolist() for row in write([before] * size, PROMPT_TOKENS, 1.0, first)]
     given = [tokens[:-1] + after for tokens in messages if tokens[-1] == after[0]]
     return write(given, NEW_TOKENS, TEMPERATURES[number % len(TEMPERATURES)], first + 10**6)
 
@@ -106,16 +105,20 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--answers", type=int, default=1000, help="prompts of prompts.py")
     parser.add_argument("--conversations", type=int, default=1000)
+    parser.add_argument("--part", type=int, default=40, help="texts that are written together")
+    parser.add_argument("--bf16", action="store_true", help="write the texts in bf16, which AMX multiplies fast")
     parser.add_argument("--only-texts", action="store_true", help="train no head")
     parser.add_argument("--epochs", type=float, default=6)
     parser.add_argument("--vocabulary", type=int, default=12288)
     parser.add_argument("--depths", type=int, default=3)
     given = parser.parse_args()
     target, tokenizer = load_target(published_model("smollm2"))
-    write = Writer(target)
-    documents = written(given.folder / "answers", given.answers // PART, lambda n: answers(write, tokenizer, n))
+    writer = load_target(published_model("smollm2"))[0].bfloat16() if given.bf16 else target
+    write = Writer(writer)
+    size = given.part
+    documents = written(given.folder / "answers", given.answers // size, lambda n: answers(write, tokenizer, n, size))
     documents += written(
-        given.folder / "conversations", given.conversations // PART, lambda n: conversations(write, tokenizer, n)
+        given.folder / "conversations", given.conversations // size, lambda n: conversations(write, tokenizer, n, size)
     )
     Retrieval([document.tokens for document in documents], tokenizer).save(given.folder / "texts.safetensors")
     if given.only_texts:

@@ -17,7 +17,8 @@ from heavypath.speculative.training.memory import RowsAtATime
 from heavypath.speculative.training.student import Student
 from heavypath.speculative.training.teacher import Logits, Taught, Teacher
 
-LOGITS_AT_ONCE = 2**25  # of the target: 128 MB, and a few times as much for tensors computed from them
+LOGITS_AT_ONCE = 2**25  # of the target, on a GPU: 128 MB, and a few times as much for tensors computed from them
+POSITIONS_AT_ONCE = 64  # on a CPU, so that the logits of a draft's vocabulary stay in the cache
 
 
 class Learnt(NamedTuple):
@@ -130,10 +131,13 @@ def _pieces(student: Student, rows: Taught, target_logits: Logits, outputs: list
     stride = student.stride
     first = student.first
     last = student.first + len(outputs) + (entries - 1) * stride
-    size = max(1, LOGITS_AT_ONCE // target_logits(rows.hidden[:, :1]).numel())
+    if rows.hidden.is_cpu:
+        size = max(1, POSITIONS_AT_ONCE // len(rows.hidden))
+    else:
+        size = max(1, LOGITS_AT_ONCE // target_logits(rows.hidden[:, :1]).numel())
     for start in range(first, last, size):
         stop = min(start + size, last)
-        logits = target_logits(rows.hidden[:, start:stop])
+        logits = target_logits(rows.hidden[:, start:stop].contiguous())  # one product, not one for each row
         if rows.sums is not None:
             logprobs = logits.float() - rows.sums[:, start:stop, None]
         elif student.tokens is not None:

@@ -18,8 +18,8 @@ to the draft's tokens and renormalised, because it would be infinite otherwise.
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import Function, FunctionCtx
 
 from heavypath.speculative.training.settings import LOSS_NAMES
 
@@ -28,6 +28,7 @@ Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 KL_WEIGHT = 0.5  # of tv_kl
 LK_DECAY = 3.0  # of lk, eta in the paper
+LEAST_LOGPROB = -200.0  # exp of it is 0 in fp32; 0 times log 0 would be NaN
 
 
 def tv_kl(target_logprobs: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,12 +56,40 @@ LOSSES: dict[str, Loss] = dict(zip(LOSS_NAMES, (tv_kl, lk), strict=True))
 def overlap_and_divergence(target_logprobs: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
     """sum_v min(P, Q), and KL(P || Q) with P renormalised to the draft's tokens, [...] each.
 
-    target_logprobs: [..., Vd], log P of the draft's tokens
+    target_logprobs: [..., Vd], log P of the draft's tokens; no gradient goes through them
     draft_logits: [..., Vd]
     """
-    draft_logprobs = draft_logits.float().log_softmax(-1)
-    target_probs = target_logprobs.exp()
-    overlap = torch.minimum(target_probs, draft_logprobs.exp()).sum(-1)
-    within = target_probs.sum(-1).clamp(min=1e-30)
-    divergence = F.kl_div(draft_logprobs, target_probs, reduction="none").sum(-1) / within - within.log()
-    return overlap, divergence
+    return _OverlapAndDivergence.apply(target_logprobs, draft_logits)  # pyright: ignore[reportReturnType]
+
+
+class _OverlapAndDivergence(Function):
+    """Both numbers with their gradients in closed form, for logits z, Q = softmax(z), and w the sum of P:
+
+        d overlap / d z = M - Q sum(M)        M = Q where Q < P, else 0
+        d KL / d z      = Q - P / w
+
+    Autograd would keep six arrays of Vd numbers for a position, and pass through twice as many.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, target_logprobs: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
+        draft_logprobs = draft_logits.float().log_softmax(-1)
+        draft_probs = draft_logprobs.exp()
+        target_probs = target_logprobs.exp()
+        overlap = torch.minimum(target_probs, draft_probs).sum(-1)
+        within = target_probs.sum(-1).clamp(min=1e-30)
+        ratio = target_logprobs.clamp(min=LEAST_LOGPROB) - draft_logprobs
+        divergence = ratio.mul_(target_probs).sum(-1) / within - within.log()
+        ctx.save_for_backward(target_probs, draft_probs, within)
+        ctx.logits_dtype = draft_logits.dtype  # pyright: ignore[reportAttributeAccessIssue]
+        return overlap, divergence
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, of_overlap: Tensor, of_divergence: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        target_probs, draft_probs, within = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
+        smaller = draft_probs.where(draft_probs < target_probs, 0.0)  # M
+        of_draft = of_divergence - of_overlap * smaller.sum(-1)
+        grad = smaller.mul_(of_overlap[..., None])
+        grad.addcmul_(draft_probs, of_draft[..., None])
+        grad.addcmul_(target_probs, (of_divergence / within)[..., None], value=-1)
+        return None, grad.to(ctx.logits_dtype)  # pyright: ignore[reportAttributeAccessIssue]

@@ -20,7 +20,7 @@ from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from heavypath.speculative.drafts.medusa.heads import MedusaHeads
-from heavypath.speculative.training.student import Student
+from heavypath.speculative.training.student import Student, frozen_in
 from heavypath.speculative.training.teacher import Taught
 
 
@@ -54,10 +54,13 @@ class SeparateHeads(nn.Module):
         self.heads = nn.ModuleList(SeparateHead(heads, number) for number in range(heads.config.heads))
 
 
-def student_of_medusa(heads: MedusaHeads, target: PreTrainedModel) -> Student:
-    """The student of Medusa heads. If they have no lm_heads, the target's is used, and is not trained."""
+def student_of_medusa(heads: MedusaHeads, target: PreTrainedModel, dtype: torch.dtype | None = None) -> Student:
+    """The student of Medusa heads. If they have no lm_heads, the target's is used, and is not trained.
+
+    dtype: of matrix products, see `Student`
+    """
     separate = SeparateHeads(heads)
-    shared: Any = target.get_output_embeddings()
+    shared = frozen_in(dtype, target.get_output_embeddings())
 
     def outputs(rows: Taught, depths: int) -> list[Tensor]:
         chosen = separate.heads[:depths]
@@ -69,7 +72,7 @@ def student_of_medusa(heads: MedusaHeads, target: PreTrainedModel) -> Student:
         lm_head = shared if own.lm_head is None else own.lm_head
         return lm_head(hidden.to(lm_head.weight.dtype))
 
-    return Student(separate, outputs, logits, first=1)
+    return Student(separate, outputs, logits, first=1, dtype=dtype)
 
 
 def check_medusa(heads: MedusaHeads, width: int) -> None:
