@@ -110,11 +110,10 @@ void keep(const Keep<Number>& k) {
         }
 #pragma omp barrier
         const int64_t count = k.fc.blocks ? k.fc.count() : 0;
-        for (int64_t block = count * thread / threads; block < count * (thread + 1) / threads; block++)
-            multiply(k.fc, block, k.scratch, read, rows, [&](int64_t row, const float* sums) {
-                const int64_t first = block * BLOCK;
-                convert(sums, std::min<int64_t>(BLOCK, k.columns - first), place(row) + first);
-            });
+        multiply(k.fc, count * thread / threads, count * (thread + 1) / threads, k.scratch, read, rows,
+                 [&](int64_t row, int64_t first, const float* sums) {
+                     convert(sums, std::min<int64_t>(BLOCK, k.columns - first), place(row) + first);
+                 });
     }
 }
 
@@ -153,11 +152,11 @@ void medusa(const Medusa<Number>& m) {
         // Each product is of the rows of one head; a thread has whole blocks of some of them.
         auto products = [&](const Weight<Number>* weights, int64_t step, const float* x, auto finish) {
             const int64_t count = weights->count(), all = m.heads * count;
-            for (int64_t i = all * thread / threads; i < all * (thread + 1) / threads; i++) {
-                const int64_t head = i / count, first = i % count * BLOCK, own = head * m.batch;
-                multiply(weights[head * step], i % count, x + own * m.width, m.width, m.batch,
-                         [&](int64_t row, const float* sums) { finish(head, row, first, sums); });
-            }
+            const int64_t begin = all * thread / threads, end = all * (thread + 1) / threads;
+            for (int64_t head = begin / count; head * count < end; head++)
+                multiply(weights[head * step], std::max<int64_t>(0, begin - head * count), std::min(count, end - head * count),
+                         x + head * m.batch * m.width, m.width, m.batch,
+                         [&](int64_t row, int64_t first, const float* sums) { finish(head, row, first, sums); });
 #pragma omp barrier
         };
         float *x = m.scratch, *next = m.scratch + size;

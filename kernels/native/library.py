@@ -86,16 +86,23 @@ def thread_count(bytes_read: int | None = None) -> int:
     return min(threads, enough)
 
 
+def has_tiles() -> bool:
+    """Return whether the compiled kernels multiply bf16 in tiles (AMX), and the system allows it; see tiles.h."""
+    return bool(compiled().tiles())
+
+
 def compiled_for() -> str | None:
     """Return the instruction set and vector width that the compiled kernels report of themselves.
 
-    For example "x86-64-v4, 512-bit vectors"; None if there are no compiled kernels.
+    For example "x86-64-v4, 512-bit vectors", with ", AMX" if bf16 is multiplied in tiles; None if there are no compiled
+    kernels.
     """
     kernels = library()
     if kernels is None:
         return None
     kernels.instructions.restype = ctypes.c_char_p
-    return f"{kernels.instructions().decode()}, {kernels.vector_bits()}-bit vectors"
+    tiles = ", AMX" if has_tiles() else ""
+    return f"{kernels.instructions().decode()}, {kernels.vector_bits()}-bit vectors{tiles}"
 
 
 def march() -> str:

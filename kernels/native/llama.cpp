@@ -118,10 +118,7 @@ struct Pass {
 
     template <typename Finish>
     void product(const Weight<Number>& weight, const float* x, int64_t stride, int64_t rows, Finish finish) const {
-        const int64_t count = weight.count(), end = end_of(count);
-        for (int64_t block = begin_of(count); block < end; block++)
-            multiply(weight, block, x, stride, rows,
-                     [&](int64_t row, const float* sums) { finish(row, block * BLOCK, sums); });
+        multiply(weight, begin_of(weight.count()), end_of(weight.count()), x, stride, rows, finish);
 #pragma omp barrier
     }
 
@@ -319,12 +316,14 @@ void run(const Model<Number>& model, Call<Number> call) {
 
 template <typename Number>
 void product(const Weight<Number>& weight, const float* x, int64_t rows, Number* y, int64_t threads) {
-#pragma omp parallel for num_threads(threads)
-    for (int64_t block = 0; block < weight.count(); block++)
-        multiply(weight, block, x, weight.columns, rows, [&](int64_t row, const float* sums) {
-            const int64_t first = block * BLOCK;
-            convert(sums, std::min<int64_t>(BLOCK, weight.outputs - first), y + row * weight.outputs + first);
-        });
+#pragma omp parallel num_threads(threads)
+    {
+        const int64_t thread = omp_get_thread_num(), all = omp_get_num_threads(), count = weight.count();
+        multiply(weight, count * thread / all, count * (thread + 1) / all, x, weight.columns, rows,
+                 [&](int64_t row, int64_t first, const float* sums) {
+                     convert(sums, std::min<int64_t>(BLOCK, weight.outputs - first), y + row * weight.outputs + first);
+                 });
+    }
 }
 
 }  // namespace heavypath
@@ -334,6 +333,7 @@ using namespace heavypath;
 extern "C" {
 int64_t block() { return BLOCK; }
 int64_t parts() { return PARTS; }
+int64_t tiles() { return has_tiles(); }
 
 // y [rows, outputs] = x [rows, columns] by a weight, + its bias.
 void product_fp32(const Weight<float>* weight, const float* x, int64_t rows, float* y, int64_t threads) {

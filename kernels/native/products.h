@@ -15,6 +15,7 @@
 
 #include <algorithm>
 
+#include "tiles.h"
 #include "vectors.h"
 
 namespace heavypath {
@@ -27,7 +28,8 @@ constexpr int64_t UNASKED = 10;         // bytes of a vector for each row, from 
 
 template <typename Number>
 struct Weight {
-    const Number *blocks, *bias;  // [ceil(outputs / BLOCK), PARTS, steps(), BLOCK]; [outputs in whole blocks] or null
+    const Number *blocks, *bias;  // [ceil(outputs / BLOCK), PARTS, steps(), BLOCK] or, if has_tiles() and in bf16, as in
+                                  // tiles.h; [outputs in whole blocks] or null
     int64_t outputs, columns;
     int64_t count() const { return (outputs + BLOCK - 1) / BLOCK; }
     int64_t steps() const { return (columns + PARTS - 1) / PARTS; }
@@ -83,10 +85,10 @@ inline void add_groups(int64_t rows, const float* x, int64_t stride, Piece<Numbe
     }
 }
 
-// Block number `number` of the product of rows x [rows, stride]: finish(row, its BLOCK sums).
+// Block number `number` of the product of rows x [rows, stride]: finish(row, first output, its BLOCK sums).
 template <typename Number, typename Finish>
-inline void multiply(const Weight<Number>& w, int64_t number, const float* x, int64_t stride, int64_t rows,
-                     Finish finish) {
+inline void multiply_block(const Weight<Number>& w, int64_t number, const float* x, int64_t stride, int64_t rows,
+                           Finish finish) {
     constexpr int64_t DEPTH = (1 << 16) / (BLOCK * sizeof(Number));  // columns of a piece, which is 64 KB
     alignas(64) float sums[PANEL * BLOCK];
     const int64_t part = w.steps() * BLOCK;
@@ -103,8 +105,19 @@ inline void multiply(const Weight<Number>& w, int64_t number, const float* x, in
                                       reinterpret_cast<const char*>(next)};
             add_groups(height, x + first * stride + k, stride, piece, sums);
         }
-        for (int64_t r = 0; r < height; r++) finish(first + r, sums + r * BLOCK);
+        for (int64_t r = 0; r < height; r++) finish(first + r, number * BLOCK, sums + r * BLOCK);
     }
+}
+
+// Blocks `begin` to `end`, the end not included.
+template <typename Number, typename Finish>
+inline void multiply(const Weight<Number>& w, int64_t begin, int64_t end, const float* x, int64_t stride, int64_t rows,
+                     Finish finish) {
+#if defined(HAS_TILES)
+    if constexpr (sizeof(Number) == sizeof(BFloat))
+        if (begin < end && has_tiles()) return multiply_tiles(w, begin, end, x, stride, rows, finish);
+#endif
+    for (; begin < end; begin++) multiply_block(w, begin, x, stride, rows, finish);
 }
 
 }  // namespace heavypath

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heavypath.kernels.layers.rms_norm import Norm
-from heavypath.kernels.native.library import compiled, thread_count
+from heavypath.kernels.native.library import compiled, has_tiles, thread_count
 from heavypath.kernels.native.recording import do
 
+TILE = 16  # outputs of a tile, and pairs of columns
 HUGE_PAGE = 1 << 21  # bytes
 REGION = 1 << 26  # bytes that are taken from the system together, for the weights of many layers
 
@@ -46,7 +47,8 @@ class NormStruct(Structure):
 class Blocks(NamedTuple):
     """Weights [N_i, K] of layers that share an input, stacked and repacked in blocks of outputs.
 
-    weight: [blocks, PARTS, steps, BLOCK], of which part p has the columns p, PARTS + p, ..; padded with zeros
+    weight: [blocks, PARTS, steps, BLOCK], of which part p has the columns p, PARTS + p, ..; padded with zeros. In bf16
+            on a CPU with AMX as in tiles.h, [blocks, K / 32, 2, 16, 16, 2]
     bias:   [blocks * BLOCK], or None if no layer has one
     struct: the argument of the kernels
     """
@@ -64,10 +66,8 @@ class Blocks(NamedTuple):
         """
         blocks = _in_blocks(weights, paired)  # [blocks, BLOCK, K]
         columns = blocks.shape[2]
-        parts = compiled().parts()
-        padded = pad(blocks, (0, -columns % parts))
-        split = padded.unflatten(2, (-1, parts))  # [blocks, BLOCK, steps, PARTS]
-        split = split.permute(0, 3, 2, 1)
+        in_tiles = blocks.dtype == torch.bfloat16 and has_tiles()
+        split = _in_tiles(blocks) if in_tiles else _in_parts(blocks)
         room = _HUGE_PAGES.room(split.nbytes)
         weight = room.view(split.dtype).view(split.shape)
         weight.copy_(split)
@@ -76,6 +76,21 @@ class Blocks(NamedTuple):
         outputs = sum(map(len, weights))
         struct = WeightStruct(weight.data_ptr(), bias_address, outputs, columns)
         return cls(weight, bias, struct)
+
+
+def _in_parts(blocks: Tensor) -> Tensor:
+    """Return weights [blocks, BLOCK, K] as [blocks, PARTS, steps, BLOCK], padded with zeros."""
+    parts = compiled().parts()
+    padded = pad(blocks, (0, -blocks.shape[2] % parts))
+    split = padded.unflatten(2, (-1, parts))  # [blocks, BLOCK, steps, PARTS]
+    return split.permute(0, 3, 2, 1)
+
+
+def _in_tiles(blocks: Tensor) -> Tensor:
+    """Return weights [blocks, BLOCK, K] as tiles [blocks, K / 32, 2, 16 pairs, 16 outputs, 2], padded with zeros."""
+    padded = pad(blocks, (0, -blocks.shape[2] % (2 * TILE)))
+    split = padded.unflatten(2, (-1, TILE, 2)).unflatten(1, (-1, TILE))  # [blocks, 2, 16, K / 32, 16, 2]
+    return split.permute(0, 3, 1, 4, 2, 5)
 
 
 def _stacked_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None], paired: bool) -> Tensor | None:

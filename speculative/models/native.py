@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from heavypath.kernels.attention.masks import PackedAncestors
 from heavypath.kernels.layers.rms_norm import Norm
+from heavypath.kernels.native import library
 from heavypath.kernels.native.library import compiled, thread_count
 from heavypath.kernels.native.products import TYPES, NormStruct, WeightStruct
 from heavypath.kernels.native.recording import Arguments, fields, launch
@@ -20,7 +21,9 @@ from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Taps, TreeMask
 from heavypath.speculative.models.linear import Linears, Packed, are_plain, is_silu
 
-FEW_ROWS = 8  # with more rows, PyTorch's 16-bit products are faster
+# With more rows PyTorch's 16-bit products are faster, of a CPU without AMX and of one with it.
+FEW_ROWS = 8
+FEW_ROWS_IN_TILES = 256
 
 
 class _NativeLayer(Structure):
@@ -149,8 +152,8 @@ class NativePass:
         self._dtype = embedding.dtype
 
     def takes(self, rows: int) -> bool:
-        """Whether the compiled pass is faster for this many rows. With many 16-bit rows PyTorch is faster."""
-        return self._dtype == torch.float32 or rows <= FEW_ROWS
+        """Whether the compiled pass is faster for this many rows. With many 16-bit rows PyTorch is."""
+        return self._dtype == torch.float32 or rows <= (FEW_ROWS_IN_TILES if library.has_tiles() else FEW_ROWS)
 
     def __call__(
         self,

@@ -239,7 +239,7 @@ def test_info_reports_what_is_installed(heavypath):
     compiled = "C++" if facts["cpu_kernels"] == "compiled" else "reference"
     assert facts["kernels"]["verify_tree"] == ("Triton" if torch.cuda.is_available() else compiled)
     width = facts["cpu_kernels_for"]
-    assert width is None if facts["cpu_kernels"] != "compiled" else re.fullmatch(r".+, \d+-bit vectors", width)
+    assert width is None if facts["cpu_kernels"] != "compiled" else re.fullmatch(r".+, \d+-bit vectors(, AMX)?", width)
     assert facts["openmp"] in ("GNU", "Intel", "LLVM")
     assert facts["cores"] >= 1
     assert {"system", "processor", "compiler", "cache", "environment"} <= facts.keys(), "what a report of a bug needs"

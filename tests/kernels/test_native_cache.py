@@ -238,7 +238,7 @@ def test_libraries_for_several_processors_are_kept_side_by_side(processor, monke
 @pytest.mark.skipif(native_library.platform.machine() != "x86_64", reason="levels of x86-64")
 def test_the_compiled_code_says_what_it_was_compiled_for():
     given = os.environ.get("HEAVYPATH_MARCH", "native")
-    words = re.fullmatch(r"(x86-64(?:-v[234])?), (128|256|512)-bit vectors", native_library.compiled_for())
+    words = re.fullmatch(r"(x86-64(?:-v[234])?), (128|256|512)-bit vectors(, AMX)?", native_library.compiled_for())
     assert words, native_library.compiled_for()
     assert given in ("native", words[1])
     assert {"x86-64-v4": "512", "x86-64-v3": "256"}.get(words[1], "128") == words[2]
