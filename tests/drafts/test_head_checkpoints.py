@@ -25,8 +25,10 @@ from head_checkpoints import (
 from medusa_checkpoints import published
 from medusa_checkpoints import write as write_medusa
 from rounding import SMALL_MODEL
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from heavypath.speculative import BlockHead, MedusaHeads, load_draft, new_head
@@ -189,6 +191,26 @@ def test_an_lm_head_that_was_left_out_is_the_embedding_that_it_is_tied_to(target
     folder, _, tensors = saved(tmp_path, vars(kind), tie_word_embeddings=True)
     tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
     assert_same(load_head(folder, target), kind, tensors, target)
+
+
+def test_an_lm_head_of_the_targets_rows_can_be_left_to_the_target(target, tmp_path):
+    tokens = torch.tensor([1, 2, 5, VOCAB - 1])
+    head = new_head(target, tokens)
+    save_head(head, tmp_path, with_lm_head=False)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    again = load_head(tmp_path, target)
+    assert again.config == head.config
+    torch.testing.assert_close(again.state_dict(), head.state_dict(), rtol=0, atol=0)
+    assert torch.equal(again.lm_head.weight, target.lm_head.weight[tokens])
+    offsets = {"d2t": again.d2t + VOCAB}
+    save_file(load_file(tmp_path / "model.safetensors") | offsets, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"d2t of shape .* leads to tokens"):
+        load_head(tmp_path, target)
+    quantised = tiny_target()
+    quantised.lm_head = nn.Identity()
+    quantised.lm_head.weight = None
+    with pytest.raises(ValueError, match="takes its lm_head from the target, whose lm_head is a Identity without"):
+        load_head(tmp_path, quantised)
 
 
 @pytest.mark.parametrize(("drafted", "d2t", "t2d"), [

@@ -24,6 +24,7 @@ from heavypath.speculative.drafts.heads.config import HeadConfig
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.drafts.heads.fitting import filled
 from heavypath.speculative.drafts.heads.settings import (
+    OWN_KEY,
     HeadSettings,
     ModelSettings,
     config_of,
@@ -63,6 +64,8 @@ def load_head(
             raise ValueError(f"fc.weight, which reads the target's hidden states for layers.0, is missing{hint}")
         if "mask_hidden" in tensors:  # [3 Ht] with one or two axes before
             tensors["mask_hidden"] = tensors["mask_hidden"].flatten()
+        if (settings.get(OWN_KEY) or {}).get("lm_head_of_target"):
+            tensors["lm_head.weight"] = _rows_of_target(target, tensors["d2t"])
         config = config_of(settings, tensors, target)
         if settings.get("tie_word_embeddings") and _could_be_tied(config, tensors):
             tensors["lm_head.weight"], config = tensors["embed_tokens.weight"], replace(config, owns_lm_head=True)
@@ -79,6 +82,20 @@ def is_head(checkpoint: Checkpoint) -> bool:
 
 def _has_fc(names: Collection[str]) -> bool:
     return "fc.weight" in names and any(name.startswith("layers.0.") for name in names)
+
+
+def _rows_of_target(target: PreTrainedModel, offsets: Tensor) -> Tensor:
+    """The target's lm_head weights [Vd, H] for a head's tokens. offsets: the checkpoint's d2t, not checked yet."""
+    lm_head = target.get_output_embeddings()
+    weight = lm_head.weight
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        raise ValueError(
+            f"the head takes its lm_head from the target, whose lm_head is a {type(lm_head).__name__} without plain "
+            "weights; load the target unquantised"
+        )
+    tokens = offsets.long() + torch.arange(len(offsets))
+    tokens = tokens.clamp(0, len(weight) - 1)
+    return weight.detach()[tokens.to(weight.device)]
 
 
 def _could_be_tied(config: HeadConfig, tensors: dict[str, Tensor]) -> bool:

@@ -57,10 +57,16 @@ def save_checkpoint(
     (folder / "config.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
 
 
-def save_head(head: EagleHead, folder: str | Path) -> None:
-    """Write a head to a folder in the official layout, in its own dtype; `load_head` returns an equal head."""
+def save_head(head: EagleHead, folder: str | Path, *, with_lm_head: bool = True) -> None:
+    """Write a head to a folder in the official layout, in its own dtype; `load_head` returns an equal head.
+
+    with_lm_head: False for a head whose lm_head is the target's rows of its tokens, which `load_head` then takes from
+        the target: the file is smaller, and others cannot load it
+    """
     config = head.config
     tensors = head.state_dict()
+    if not with_lm_head:
+        del tensors["lm_head.weight"]
     if config.generation == 3:
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
     settings: dict[str, Any] = {
@@ -80,6 +86,8 @@ def save_head(head: EagleHead, folder: str | Path) -> None:
             "norm_before_residual": config.norm_before_residual,
             "norm_output": config.feeds_back_normed,
         }
+    if not with_lm_head:
+        settings[OWN_KEY]["lm_head_of_target"] = True
     if config.mask_token_id is not None:
         settings["mask_token_id"] = config.mask_token_id
     save_checkpoint(folder, settings, tensors, config)

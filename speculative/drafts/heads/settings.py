@@ -74,6 +74,7 @@ class _Options(TypedDict, total=False):
 class _OwnSettings(TypedDict, total=False):
     taps: list[int]
     feeds_back_normed: bool
+    lm_head_of_target: bool
 
 
 class HeadSettings(ModelSettings, LayerSettings, _Options, total=False):
