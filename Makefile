@@ -90,8 +90,9 @@ integration: setup
 LESSER_TESTS = $(addprefix tests/, kernels/test_native.py kernels/test_native_steps.py kernels/test_leaders.py \
 	drafts/test_native_heads.py core/test_llama.py core/test_parity.py)
 
+LESSER = x86-64-v2 x86-64-v3 $(shell grep -qw avx512f /proc/cpuinfo && echo x86-64-v4)
 test-lesser: setup
-	for threads in 1 2; do for march in x86-64-v2 x86-64-v3; do \
+	for threads in 1 2; do for march in $(LESSER); do \
 		HEAVYPATH_MARCH=$$march OMP_NUM_THREADS=$$threads $(PYTEST) $(or $(TESTS),$(LESSER_TESTS)) || exit 1; done; done
 
 # A computer with AVX2 alone, as nearly as variables make this one: compiled code, PyTorch's kernels, oneDNN and MKL.
