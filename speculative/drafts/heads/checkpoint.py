@@ -87,13 +87,13 @@ def _has_fc(names: Collection[str]) -> bool:
 def _rows_of_target(target: PreTrainedModel, offsets: Tensor) -> Tensor:
     """The target's lm_head weights [Vd, H] for a head's tokens. offsets: the checkpoint's d2t, not checked yet."""
     lm_head = target.get_output_embeddings()
-    weight = lm_head.weight
+    weight = getattr(lm_head, "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise ValueError(
             f"the head takes its lm_head from the target, whose lm_head is a {type(lm_head).__name__} without plain "
             "weights; load the target unquantised"
         )
-    tokens = offsets.long() + torch.arange(len(offsets))
+    tokens = offsets.long() + torch.arange(len(offsets), device=offsets.device)
     tokens = tokens.clamp(0, len(weight) - 1)
     return weight.detach()[tokens.to(weight.device)]
 
