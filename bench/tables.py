@@ -472,13 +472,15 @@ def verdicts(source: str, *rules: str) -> None:
 
 def ahead(*parts: str) -> None:
     """RSD's experiments by group: the best of its families over the best of the others; decoded ones are not judged."""
+    from papers_table import by_group  # which imports this module
+
     own, rows = book(), []
     for source in parts:
         found = results("papers")[source]
         exact = all("contexts" in row for row in found["rows"])
         rows.append([
             code(found["command"].removeprefix("python bench/research/papers.py ")),
-            "; ".join(f"{group}: {own.printed(more)}" for group, more in found["ahead"].items()),
+            "; ".join(f"{group}: {own.printed(more)}" for group, more in by_group(found)),
             own.judged(found, "family_ahead").split(": ")[1] if exact else "not judged",
         ])  # fmt: skip
     table(["part", "RSD's best less the best of the others", "verdict"], rows)
