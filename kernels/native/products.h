@@ -8,8 +8,8 @@
 // for memory (`bench/native.py`).
 //
 // A block is taken in pieces that stay in the second cache, from which all groups of rows read them. Meanwhile they
-// fetch the next piece from memory, each an equal share, so that memory and multipliers work at once. For the fewest
-// rows the processor does so unasked.
+// fetch the next piece from memory, each an equal share, so that memory and multipliers work at once. For a single row
+// the processor does so unasked.
 
 #pragma once
 
@@ -20,11 +20,11 @@
 
 namespace heavypath {
 
-constexpr int BLOCK = VECTORS * WIDTH;  // outputs
-constexpr int64_t PARTS = 4;            // places of memory that are read at once
-constexpr int64_t PANEL = 64;           // rows that share the reading of a piece
-constexpr int64_t LINE = 64;            // bytes that come from memory together
-constexpr int64_t UNASKED = 10;         // bytes of a vector for each row, from which on nothing is fetched
+constexpr int BLOCK = VECTORS * WIDTH;    // outputs
+constexpr int64_t PARTS = 4;              // places of memory that are read at once
+constexpr int64_t PANEL = 64;             // rows that share the reading of a piece
+constexpr int64_t LARGEST = WIDTH << 13;  // bytes of a piece: 64 KB with AVX2, 128 KB with AVX-512
+constexpr int64_t LINE = 64;              // bytes that come from memory together
 
 template <typename Number>
 struct Weight {
@@ -76,8 +76,7 @@ inline void add_group(int64_t rows, const float* x, int64_t stride, const Piece<
 template <typename Number>
 inline void add_groups(int64_t rows, const float* x, int64_t stride, Piece<Number> piece, float* sums) {
     int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS;
-    if (piece.next && rows * UNASKED > WIDTH * int64_t(sizeof(Number)))
-        piece.bytes = piece.step * sizeof(Number) / groups;
+    if (piece.next && rows > 1) piece.bytes = piece.step * sizeof(Number) / groups;
     for (; groups > 0; groups--) {
         const int64_t group = (rows + groups - 1) / groups;
         add_group(group, x, stride, piece, sums);
@@ -89,8 +88,10 @@ inline void add_groups(int64_t rows, const float* x, int64_t stride, Piece<Numbe
 template <typename Number, typename Finish>
 inline void multiply_block(const Weight<Number>& w, int64_t number, const float* x, int64_t stride, int64_t rows,
                            Finish finish) {
-    constexpr int64_t DEPTH = (1 << 16) / (BLOCK * sizeof(Number));  // columns of a piece, which is 64 KB
     alignas(64) float sums[PANEL * BLOCK];
+    // Pieces are equally large, since each one fetches as much as it has.
+    constexpr int64_t MOST = LARGEST / (BLOCK * sizeof(Number));
+    const int64_t pieces = (w.columns + MOST - 1) / MOST, depth = (w.steps() + pieces - 1) / pieces * PARTS;
     const int64_t part = w.steps() * BLOCK;
     const Number *block = w.blocks + number * PARTS * part, *next_block = block + PARTS * part;
     for (int64_t first = 0; first < rows; first += PANEL) {
@@ -98,10 +99,10 @@ inline void multiply_block(const Weight<Number>& w, int64_t number, const float*
         for (int64_t r = 0; r < height; r++)
             for (int v = 0; v < BLOCK; v += WIDTH)
                 store(sums + r * BLOCK + v, w.bias ? load(w.bias + number * BLOCK + v) : Floats{});
-        for (int64_t k = 0; k < w.columns; k += DEPTH) {
-            const int64_t end = k + DEPTH;
+        for (int64_t k = 0; k < w.columns; k += depth) {
+            const int64_t end = k + depth;
             const Number* next = end < w.columns ? block + end / PARTS * BLOCK : next_block;
-            const Piece<Number> piece{block + k / PARTS * BLOCK, part, BLOCK, std::min(DEPTH, w.columns - k),
+            const Piece<Number> piece{block + k / PARTS * BLOCK, part, BLOCK, std::min(depth, w.columns - k),
                                       reinterpret_cast<const char*>(next)};
             add_groups(height, x + first * stride + k, stride, piece, sums);
         }
