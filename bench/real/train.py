@@ -113,8 +113,7 @@ def main() -> None:
     parser.add_argument("--depths", type=int, default=3)
     given = parser.parse_args()
     target, tokenizer = load_target(published_model("smollm2"))
-    writer = load_target(published_model("smollm2"))[0].bfloat16() if given.bf16 else target
-    write = Writer(writer)
+    write = Writer(load_target(published_model("smollm2"))[0].bfloat16() if given.bf16 else target)
     size = given.part
     documents = written(given.folder / "answers", given.answers // size, lambda n: answers(write, tokenizer, n, size))
     documents += written(

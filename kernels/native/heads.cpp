@@ -153,10 +153,13 @@ void medusa(const Medusa<Number>& m) {
         auto products = [&](const Weight<Number>* weights, int64_t step, const float* x, auto finish) {
             const int64_t count = weights->count(), all = m.heads * count;
             const int64_t begin = all * thread / threads, end = all * (thread + 1) / threads;
-            for (int64_t head = begin / count; head * count < end; head++)
-                multiply(weights[head * step], std::max<int64_t>(0, begin - head * count), std::min(count, end - head * count),
-                         x + head * m.batch * m.width, m.width, m.batch,
+            for (int64_t head = begin / count; head * count < end; head++) {
+                const int64_t first_block = std::max<int64_t>(0, begin - head * count);
+                const int64_t end_block = std::min(count, end - head * count);
+                const float* rows_of_head = x + head * m.batch * m.width;
+                multiply(weights[head * step], first_block, end_block, rows_of_head, m.width, m.batch,
                          [&](int64_t row, int64_t first, const float* sums) { finish(head, row, first, sums); });
+            }
 #pragma omp barrier
         };
         float *x = m.scratch, *next = m.scratch + size;

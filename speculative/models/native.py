@@ -21,9 +21,8 @@ from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Taps, TreeMask
 from heavypath.speculative.models.linear import Linears, Packed, are_plain, is_silu
 
-# With more rows PyTorch's 16-bit products are faster, of a CPU without AMX and of one with it.
-FEW_ROWS = 8
-FEW_ROWS_IN_TILES = 256
+FEW_ROWS = 8  # with more rows, PyTorch's 16-bit products are faster on a CPU without AMX
+FEW_ROWS_IN_TILES = 256  # the same on a CPU with AMX
 
 
 class _NativeLayer(Structure):
@@ -150,10 +149,11 @@ class NativePass:
             if isinstance(kept, Packed):
                 self._bytes += kept.blocks.weight.nbytes
         self._dtype = embedding.dtype
+        self._few_rows = FEW_ROWS_IN_TILES if library.has_tiles() else FEW_ROWS
 
     def takes(self, rows: int) -> bool:
         """Whether the compiled pass is faster for this many rows. With many 16-bit rows PyTorch is."""
-        return self._dtype == torch.float32 or rows <= (FEW_ROWS_IN_TILES if library.has_tiles() else FEW_ROWS)
+        return self._dtype == torch.float32 or rows <= self._few_rows
 
     def __call__(
         self,

@@ -68,7 +68,10 @@ def test_text_is_that_of_the_same_logits_in_fp32(method, case, draft, verified, 
 @pytest.mark.parametrize("method", ["dyspec", "eagle-2"])
 def test_grown_trees_are_those_of_the_same_logits_in_fp32(method, verified, monkeypatch):
     """Which nodes stay hangs by the last bits of sums over the vocabulary."""
-    launched = lambda self, step, slots, launch, lap, again: launch(lap)  # noqa: E731
+
+    def launched(self, step, slots, launch, lap, again):
+        return launch(lap)
+
     monkeypatch.setattr(Recordings, "run", launched)  # a replayed step would not call what notes the trees
     target, draft = (tiny_llama(seed, 199, layers).to(torch.bfloat16) for seed, layers in ((1, 2), (2, 1)))
     decoder = SpeculativeDecoder(target, draft, method, tree_size=24, max_depth=4, width=8)

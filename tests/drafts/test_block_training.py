@@ -71,7 +71,7 @@ def test_sdpa_is_asked_for_nothing_that_a_gpu_has_no_kernel_for(target, texts, t
 @pytest.mark.few(1)
 def test_it_learns_what_the_target_says_at_the_tokens_drafted(positions, head, target, texts, monkeypatch):
     """Overlaps and the loss are those of decoding; so are gradients, in pieces that begin and end within a block."""
-    monkeypatch.setattr(learning, "LOGITS_AT_ONCE", positions * len(texts) * target.config.vocab_size)
+    monkeypatch.setattr(learning, "POSITIONS_AT_ONCE", positions * len(texts))
     draft_logits, target_logits = of_decoding(head, target, texts)
     overlaps = torch.minimum(draft_logits.softmax(-1), target_logits.softmax(-1)).sum(-1).mean((0, 1))
     student, teacher = student_of_block(head.requires_grad_(True), target), Teacher(target, head.config.taps)

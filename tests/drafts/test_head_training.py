@@ -49,15 +49,15 @@ def losses_one_by_one(head, rows, target, depths):
     return torch.stack(found, -1)
 
 
-@pytest.mark.parametrize(("variant", "depths", "logits_at_once"), [
-    ({}, 1, learning.LOGITS_AT_ONCE),
-    ({}, DEPTHS, 3 * 2 * VOCABULARY),  # in several pieces
-    ({"feeds_back_normed": True, "layers": 2}, DEPTHS, learning.LOGITS_AT_ONCE),
-    ({"generation": 1, "taps": (3,), "tap_norms": False}, DEPTHS, learning.LOGITS_AT_ONCE),
+@pytest.mark.parametrize(("variant", "depths", "positions"), [
+    ({}, 1, learning.POSITIONS_AT_ONCE),
+    ({}, DEPTHS, 3 * 2),  # in several pieces
+    ({"feeds_back_normed": True, "layers": 2}, DEPTHS, learning.POSITIONS_AT_ONCE),
+    ({"generation": 1, "taps": (3,), "tap_norms": False}, DEPTHS, learning.POSITIONS_AT_ONCE),
 ])  # fmt: skip
 @pytest.mark.few(1)
-def test_the_loss_and_its_gradients_are_those_of_entries_run_one_by_one(variant, depths, logits_at_once, monkeypatch):
-    monkeypatch.setattr(learning, "LOGITS_AT_ONCE", logits_at_once)
+def test_the_loss_and_its_gradients_are_those_of_entries_run_one_by_one(variant, depths, positions, monkeypatch):
+    monkeypatch.setattr(learning, "POSITIONS_AT_ONCE", positions)
     head, target, rows = tiny_head(1, **variant), tiny_target(), random_rows(2)
     taps = rows.taps[:, :, : len(head.config.taps)]
     taught = Taught(rows.tokens, taps, torch.randn(*rows.tokens.shape, WIDTH))

@@ -61,7 +61,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula(
     positions, name, layers, owns, weights, tmp_path, monkeypatch
 ):
     """Heads of weight 0 get no gradients, so that no optimizer moves them."""
-    monkeypatch.setattr(learning, "LOGITS_AT_ONCE", positions * TOKENS.shape[0] * VOCABULARY)
+    monkeypatch.setattr(learning, "POSITIONS_AT_ONCE", positions * len(TOKENS))
     target = tiny_target()
     tensors = published(target, HEADS, layers, owns)
     heads = load_medusa(write(tmp_path, tensors), target)

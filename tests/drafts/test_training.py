@@ -66,9 +66,9 @@ def test_attention_to_chains_is_one_function_on_all_devices(monkeypatch):
     assert [attend(query, key, key).shape for _ in range(3)] == [(1, 2, 5, 8)] * 3
 
 
-@pytest.mark.parametrize(("loss", "logits_at_once"), [(tv_kl, learning.LOGITS_AT_ONCE), (lk, 5 * 2 * 24)])
-def test_a_plain_draft_has_the_gradients_of_its_loss_written_out(loss, logits_at_once, monkeypatch):
-    monkeypatch.setattr(learning, "LOGITS_AT_ONCE", logits_at_once)
+@pytest.mark.parametrize(("loss", "positions"), [(tv_kl, learning.POSITIONS_AT_ONCE), (lk, 5 * 2)])
+def test_a_plain_draft_has_the_gradients_of_its_loss_written_out(loss, positions, monkeypatch):
+    monkeypatch.setattr(learning, "POSITIONS_AT_ONCE", positions)
     torch.manual_seed(5)
     draft, target = LlamaForCausalLM(tiny_target().config).eval(), tiny_target()
     with torch.no_grad():
