@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from head_training_cases import DEPTHS, VOCABULARY, WIDTH, agreement, random_rows, tiny_head, tiny_target
+from head_training_cases import DEPTHS, WIDTH, agreement, random_rows, tiny_head, tiny_target
 
 from heavypath.speculative.training import learning
 from heavypath.speculative.training.learning import learn
