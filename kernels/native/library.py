@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC")
-# For some Intel processors GCC otherwise cuts vectors of 512 bits in halves where sums stay in registers.
+# When GCC compiles for some Intel processors it prefers vectors of 256 bits, and a pass over many rows is slower.
 X86_FLAGS = ("-mprefer-vector-width=512",)
 SHARE = 1 << 19  # bytes for each thread: to read them takes longer than to synchronise threads
 PATIENCE = 10.0  # seconds to wait for `compiler --version`
