@@ -17,7 +17,6 @@ process has a core, by which one thread can be measured where other processes ru
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -85,8 +84,6 @@ def pass_of(forward: LlamaForward, nodes: int, prefix: int) -> Run:
     tokens = torch.randint(vocab, (1, nodes))
     with recorded() as recording:
         forward(tokens, places, places, cache, mask)
-    if recording.obstacle is not None:  # many rows in bf16 without AMX, which PyTorch multiplies
-        return partial(forward, tokens, places, places, cache, mask)
     return recording.replay
 
 

@@ -3,8 +3,8 @@
 //     p[q, r] = exp(scale q . k[r] - max),    out[q] = sum over r of p[q, r] v[r] / sum over r of p[q, r]
 //
 // over the rows that a query sees: the last of the prefix that its window leaves, and the nodes of its mask. BLOCK keys
-// at a time are turned into a block of a weight, [D, BLOCK]; values are one as they lie. Meanwhile the rows that come
-// next are fetched. What a query gets does not depend on the others.
+// at a time are turned into a block of a weight, [D, BLOCK]; values are one as they lie, or once they are in fp32.
+// Meanwhile the rows that come next are fetched. What a query gets does not depend on the others.
 
 #pragma once
 
@@ -102,12 +102,13 @@ void attend(int64_t count, const float* queries, int64_t stride, const Sight* si
             const int64_t left = width - c * BLOCK;
             float* sums = mixed + c * count * BLOCK;
             for (int64_t r = 0; r < BLOCK; r++) __builtin_prefetch(from + (AHEAD * BLOCK + r) * width, 0, 2);
-            if (left >= BLOCK) {
-                add_groups(count, p_of(b), BLOCK, Piece<Number>{from, width, PARTS * width, rows_of(b)}, sums);
-                continue;
-            }
+            if constexpr (std::is_same_v<Number, float>)
+                if (left >= BLOCK) {
+                    add_groups(count, p_of(b), BLOCK, Piece<float>{from, width, PARTS * width, rows_of(b)}, sums);
+                    continue;
+                }
             for (int64_t r = 0; r < rows_of(b); r++)
-                for (int64_t v = 0; v < left; v += WIDTH)
+                for (int64_t v = 0; v < std::min<int64_t>(BLOCK, left); v += WIDTH)
                     store(block + r * BLOCK + v, load(from + r * width + v, left - v));
             add_groups(count, p_of(b), BLOCK, Piece<float>{block, BLOCK, PARTS * BLOCK, rows_of(b)}, sums);
         }

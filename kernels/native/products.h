@@ -7,9 +7,11 @@
 // So a sum reads from PARTS places of memory at once, which is faster than one place after the other where a core waits
 // for memory (`bench/native.py`).
 //
+// Of weights in bf16 two vectors of a block are stored as one of words, the first in the lower halves: a shift and a mask
+// make fp32 of them.
+//
 // A block is taken in pieces that stay in the second cache, from which all groups of rows read them. Meanwhile they
-// fetch the next piece from memory, each an equal share, so that memory and multipliers work at once. For a single row
-// the processor does so unasked.
+// fetch the next piece from memory, each an equal share, so that memory and multipliers work at once.
 
 #pragma once
 
@@ -44,9 +46,25 @@ struct Piece {
     int64_t bytes = 0;            // fetched of each of its parts in each step
 };
 
-// Add the products of `rows` rows, from 1 to ROWS, by a piece to their sums [rows, BLOCK].
+inline void load_block(const float* from, Floats* weight) {
+    for (int v = 0; v < VECTORS; v++) weight[v] = apart(load(from + v * WIDTH));
+}
+
+inline void load_block(const BFloat* from, Floats* weight) {
+    for (int v = 0; v < VECTORS; v += 2) {
+        Words pair;
+        memcpy(&pair, from + v * WIDTH, sizeof pair);
+        pair = apart(pair);  // so that it is read once
+        weight[v] = same_bits<Floats>(pair << 16);
+        weight[v + 1] = same_bits<Floats>(pair & 0xffff0000u);
+    }
+}
+
+// Add the products of `rows` rows, from 1 to ROWS, by a piece to their sums [rows, BLOCK]. Not inlined: GCC then keeps
+// the sums of each number of rows in registers.
 template <int ROWS = MOST_ROWS, typename Number>
-inline void add_group(int64_t rows, const float* x, int64_t stride, const Piece<Number>& piece, float* sums) {
+__attribute__((noinline)) void add_group(int64_t rows, const float* x, int64_t stride, const Piece<Number>& piece,
+                                         float* sums) {
     if constexpr (ROWS > 1)
         if (rows < ROWS) return add_group<ROWS - 1>(rows, x, stride, piece, sums);
     Floats total[ROWS][VECTORS];
@@ -55,7 +73,7 @@ inline void add_group(int64_t rows, const float* x, int64_t stride, const Piece<
     const Number* block = piece.block;
     auto add_column = [&](int64_t p) {
         Floats weight[VECTORS];
-        for (int v = 0; v < VECTORS; v++) weight[v] = apart(load(block + p * piece.part + v * WIDTH));
+        load_block(block + p * piece.part, weight);
         for (int r = 0; r < ROWS; r++)
             for (int v = 0; v < VECTORS; v++) total[r][v] += x[r * stride + p] * weight[v];
     };
@@ -63,8 +81,13 @@ inline void add_group(int64_t rows, const float* x, int64_t stride, const Piece<
     for (int64_t step = piece.columns / PARTS; step > 0; step--) {
         for (until += piece.bytes; next < until; next += LINE)
             for (int p = 0; p < PARTS; p++) __builtin_prefetch(next + p * piece.part * sizeof(Number), 0, 2);
-#pragma GCC unroll 1  // with all parts in the loop, sums are spilled
-        for (int p = 0; p < PARTS; p++) add_column(p);
+        if constexpr (ROWS < 4) {
+#pragma GCC unroll 4
+            for (int p = 0; p < PARTS; p++) add_column(p);
+        } else {
+#pragma GCC unroll 1  // else sums are spilled
+            for (int p = 0; p < PARTS; p++) add_column(p);
+        }
         x += PARTS, block += piece.step;
     }
     for (int64_t p = 0; p < piece.columns % PARTS; p++) add_column(p);
@@ -76,7 +99,7 @@ inline void add_group(int64_t rows, const float* x, int64_t stride, const Piece<
 template <typename Number>
 inline void add_groups(int64_t rows, const float* x, int64_t stride, Piece<Number> piece, float* sums) {
     int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS;
-    if (piece.next && rows > 1) piece.bytes = piece.step * sizeof(Number) / groups;
+    if (piece.next) piece.bytes = piece.step * sizeof(Number) / groups;
     for (; groups > 0; groups--) {
         const int64_t group = (rows + groups - 1) / groups;
         add_group(group, x, stride, piece, sums);

@@ -48,7 +48,8 @@ class Blocks(NamedTuple):
     """Weights [N_i, K] of layers that share an input, stacked and repacked in blocks of outputs.
 
     weight: [blocks, PARTS, steps, BLOCK], of which part p has the columns p, PARTS + p, ..; padded with zeros. In bf16
-            on a CPU with AMX as in tiles.h, [blocks, K / 32, 2, 16, 16, 2]
+            BLOCK is [VECTORS / 2, WIDTH, 2], pairs of outputs; on a CPU with AMX all is as in tiles.h,
+            [blocks, K / 32, 2, 16, 16, 2]
     bias:   [blocks * BLOCK], or None if no layer has one
     struct: the argument of the kernels
     """
@@ -82,8 +83,12 @@ def _in_parts(blocks: Tensor) -> Tensor:
     """Return weights [blocks, BLOCK, K] as [blocks, PARTS, steps, BLOCK], padded with zeros."""
     parts = compiled().parts()
     padded = pad(blocks, (0, -blocks.shape[2] % parts))
-    split = padded.unflatten(2, (-1, parts))  # [blocks, BLOCK, steps, PARTS]
-    return split.permute(0, 3, 2, 1)
+    split = padded.unflatten(2, (-1, parts)).permute(0, 3, 2, 1)  # [blocks, PARTS, steps, BLOCK]
+    if blocks.dtype == torch.float32:
+        return split
+    width = compiled().vector_bits() // 32
+    pairs = split.unflatten(3, (-1, 2, width))  # two vectors become the halves of one of words
+    return pairs.transpose(4, 5).flatten(3)
 
 
 def _in_tiles(blocks: Tensor) -> Tensor:

@@ -21,8 +21,7 @@ from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Taps, TreeMask
 from heavypath.speculative.models.linear import Linears, Packed, are_plain, is_silu
 
-FEW_ROWS = 8  # with more rows, PyTorch's 16-bit products are faster on a CPU without AMX
-FEW_ROWS_IN_TILES = 256  # the same on a CPU with AMX
+FEW_ROWS = 256  # with more rows, PyTorch's products of bf16 are faster on a CPU with AMX
 
 
 class _NativeLayer(Structure):
@@ -149,11 +148,11 @@ class NativePass:
             if isinstance(kept, Packed):
                 self._bytes += kept.blocks.weight.nbytes
         self._dtype = embedding.dtype
-        self._few_rows = FEW_ROWS_IN_TILES if library.has_tiles() else FEW_ROWS
+        self._in_tiles = embedding.dtype == torch.bfloat16 and library.has_tiles()
 
     def takes(self, rows: int) -> bool:
-        """Whether the compiled pass is faster for this many rows. With many 16-bit rows PyTorch is."""
-        return self._dtype == torch.float32 or rows <= self._few_rows
+        """Whether the compiled pass is faster for this many rows. PyTorch is where AMX multiplies many."""
+        return rows <= FEW_ROWS or not self._in_tiles
 
     def __call__(
         self,
