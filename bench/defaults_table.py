@@ -2,16 +2,11 @@
 
 from tables import Row, code, results, source, table
 
-RUNS = ("defaults", "defaults-recall", "defaults-batch")
-
 
 def defaults() -> None:
-    """Default trees over plain decoding and over the best chain, with standard errors; and the slowest default.
-
-    All but the first of RUNS have rows that were measured again after their default trees had changed.
-    """
+    """Default trees over plain decoding and over the best chain, with standard errors; and the slowest default."""
     found: dict[tuple, dict[str, Row]] = {}
-    for row in (row for run in RUNS for row in results(run)["rows"]):
+    for row in results("defaults")["rows"]:
         found.setdefault((row["draft"], row["temperature"], row["batch"]), {})[row["way"]] = row
     rows = []
     for (draft, temperature, batch), ways in found.items():
@@ -29,5 +24,4 @@ def defaults() -> None:
         )
     heads = ["`sequoia` / plain", "/ best chain (its levels)", "`ersd` / plain", "the slowest method / plain"]
     table(["draft", *heads], rows)
-    for run in RUNS:
-        source(run)
+    source("defaults")

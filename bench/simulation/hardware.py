@@ -62,7 +62,6 @@ class Hardware:
         return self.link * self.reached[2]
 
 
-FP32_ON_A_CPU = 172e9  # operations per second of two threads with many rows; `bench/native.py` measures one
 # A GeForce's tensor cores are given for sums in fp32, which products of fp16 and bf16 in PyTorch have.
 DEVICES = MappingProxyType(
     {
@@ -86,8 +85,8 @@ DEVICES = MappingProxyType(
             141e9, 4800e9, 989.5e12, PCIE_5, wire=450e9, source="NVIDIA H200 data sheet, SXM; PCIe 5.0, NVLink 4"
         ),
         "cpu": Hardware(
-            16e9, host.BANDWIDTH, FP32_ON_A_CPU, host.DISK, reached=(1.0, 1.0, 1.0),
-            source="two threads of an AMD EPYC with AVX-512 in fp32, as costs/estimates.py has them, and its disk",
+            16e9, host.MEMORY, host.PEAK, host.DISK, reached=(1.0, 1.0, 1.0),
+            source="two threads in fp32, and a disk, as costs/estimates.py has them",
         ),
     }
 )  # fmt: skip

@@ -4,22 +4,23 @@ This file has the size of a pass, `Work`, and the formula for CPUs. `gpu_step` h
 one for streamed weights.
 
 A compiled pass reads each weight once and multiplies it with all B n rows, for trees of n nodes and B sequences. It
-fetches the next part of a weight while it multiplies, but not all of the two overlaps. So another row costs ROW of the
-time of reading; and of many rows each costs MULTIPLY of it, however fast the weight is read. In addition, a layer has
-work besides its weights, and threads wait for each other:
+fetches the next part of a weight while it multiplies, so that the longer of the two times counts most. If they are
+alike, each delays the other. In addition, a layer has work besides its weights, and threads wait for each other:
 
-    t(n) = bytes / BANDWIDTH max(1 + ROW (B n - 1), MULTIPLY B n)
+    t(n) = (reading^OVERLAP + multiplying^OVERLAP)^(1 / OVERLAP)
          + (layers + 1) (LAYER + WAIT) + B layers SEQUENCE_LAYER
+    reading = bytes / bandwidth,  multiplying = 2 weights B n / PEAK
 
-Weights of at most IN_CACHE bytes, those of a small draft, are read at CACHE instead of BANDWIDTH. One thread does not
-WAIT.
+The bandwidth is that of the CACHE, of the SHARED_CACHE or of MEMORY, by the bytes of the weights. One thread does not
+WAIT, and reaches a share of the others' bandwidth and PEAK.
 
 A step adds the time of verifying, and DRAFT if anything is drafted. A level costs the draft's t of about LEVEL_NODES
 nodes and the time of drawing.
 
-These are estimates, not measurements: BANDWIDTH, LAYER, STEP and LEVEL were measured with the shipped pair on one and
-on two threads of an AMD EPYC with AVX-512, and are used for every machine. So the trees depend on the models, the batch
-and the number of threads alone, and a call has the same result on every CPU. `heavypath calibrate` measures.
+These are estimates, not measurements. LAYER, STEP and LEVEL were measured with the shipped pair on one and on two
+threads of an AMD EPYC with AVX-512. Bandwidths, PEAK and OVERLAP lie between those of AVX2 and AVX-512
+(`bench/native.py`). They are used for every machine: the trees depend on the models, the batch and the number of
+threads alone, and a call has the same result on every CPU. `heavypath calibrate` measures.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,15 +35,16 @@ from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.names import load
 from heavypath.speculative.ranks.peers import part_owned
 
-# Costs of a row after the first, and of each of many rows, as shares of the time in which the weight is read. Weights
-# of two bytes are read in half the time. `bench/native.py` measures them: with up to 8 rows ROW is 0.05 to 0.07 for
-# SmolLM2, and 0.08 to 0.11 for the shipped target.
-ROW = {"float32": 0.09, "bfloat16": 0.18}
-MULTIPLY = {"float32": 0.175, "bfloat16": 0.35}
-BANDWIDTH = 48e9  # bytes per second, with two or more threads; one had 30e9 on a quiet machine, and 16e9 on a busy one
-ALONE = 0.5  # share of BANDWIDTH that one thread reaches
-IN_CACHE = 16e6  # bytes of weights that stay in a CPU's cache between two levels
-CACHE = 40e9  # bytes per second from there
+# Bytes per second, with two or more threads, by the bytes of the weights: up to IN_CACHE, up to IN_SHARED_CACHE, and
+# more. The smallest stay in a core's own caches between two levels, so that one thread reads them as fast.
+CACHE = 40e9
+IN_CACHE = 16e6
+SHARED_CACHE = 48e9
+IN_SHARED_CACHE = 64e6
+MEMORY = 30e9
+PEAK = 200e9  # operations per second, with two or more threads
+ALONE = 0.5  # share of these that one thread reaches
+OVERLAP = 2.5
 DISK = 2e9  # bytes per second from a disk, for a target that is larger than the memory
 LAYER = 10e-6  # seconds of a layer besides its weights
 WAIT = 10e-6  # seconds in which threads wait for each other, for each layer
@@ -182,24 +184,23 @@ def estimated_for(target: Forward) -> str:
     return "a CPU"
 
 
-def pass_seconds(work: Work, dtype: torch.dtype, nodes: int, batch: int) -> float:
+def pass_seconds(work: Work, nodes: int, batch: int) -> float:
     """Estimated seconds of a pass on a CPU over trees of `nodes` nodes, of `batch` sequences.
 
-    work: what the pass reads; dtype: of the weights; a type without a compiled pass counts as fp32
+    work: what the pass reads
     """
-    name = str(dtype).removeprefix("torch.")
     if not work.weights:
         return 0.0
-    row = ROW.get(name, ROW["float32"])
-    multiply = MULTIPLY.get(name, MULTIPLY["float32"])
     is_alone = torch.get_num_threads() == 1
-    bandwidth = ALONE * BANDWIDTH if is_alone else BANDWIDTH
+    share = ALONE if is_alone else 1.0
+    bandwidth = share * MEMORY
     if work.weight_bytes <= IN_CACHE:
         bandwidth = CACHE
-    rows = batch * nodes
+    elif work.weight_bytes <= IN_SHARED_CACHE:
+        bandwidth = share * SHARED_CACHE
     reading = work.weight_bytes / bandwidth
-    while_reading = 1 + row * (rows - 1)
-    products = reading * max(while_reading, multiply * rows)
+    multiplying = 2 * work.weights * batch * nodes / (share * PEAK)
+    products = (reading**OVERLAP + multiplying**OVERLAP) ** (1 / OVERLAP)
     layer = LAYER if is_alone else LAYER + WAIT
     layers = (work.layers + 1) * layer
     return products + layers + batch * work.layers * SEQUENCE_LAYER
@@ -215,11 +216,11 @@ def host_costs(target: Forward, drafting: Sequence[Drafting], batch: int, sizes:
     level = LEVEL + batch * LEVEL_SEQUENCE
     for model in drafting:
         of_step, of_level = Work.split(model)
-        once += pass_seconds(of_step, model.dtype, LEVEL_NODES, batch)
-        level += pass_seconds(of_level, model.dtype, LEVEL_NODES, batch)
+        once += pass_seconds(of_step, LEVEL_NODES, batch)
+        level += pass_seconds(of_level, LEVEL_NODES, batch)
     step = {}
     for size in sizes:
-        seconds = pass_seconds(work, target.dtype, size, batch) + STEP + batch * STEP_SEQUENCE
+        seconds = pass_seconds(work, size, batch) + STEP + batch * STEP_SEQUENCE
         if size > 1:
             seconds += once + DRAFT
         step[size] = seconds

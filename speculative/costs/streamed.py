@@ -7,7 +7,7 @@ longer:
     t(n) = max(S / LINK, t_resident(n)) + t_draft(n) - t_draft(1)
 
 As long as reading takes longer, a tree's products cost nothing. Beyond N* nodes the products take longer. On a CPU that
-reads nearly all weights from a disk, N* is about 170 in fp32 with two or more threads; it is less if more layers stay
+reads nearly all weights from a disk, N* is about 200 in fp32 with two or more threads; it is less if more layers stay
 in memory. The draft's products are added: all its levels together have n rows.
 
 These are estimates, not measurements: LINK is a constant for each kind of device. So the trees depend on the models,
@@ -68,9 +68,7 @@ def streamed_costs(
         }
     else:
         resident = host_costs(target, drafting, batch, sizes)
-        drafted = {
-            size: [pass_seconds(Work.of(model), model.dtype, size, batch) for model in drafting] for size in {1, *sizes}
-        }
+        drafted = {size: [pass_seconds(Work.of(model), size, batch) for model in drafting] for size in {1, *sizes}}
     step = {
         size: max(reading, seconds) + sum(drafted[size]) - sum(drafted[1]) for size, seconds in resident.step.items()
     }

@@ -329,7 +329,7 @@ def test_log_lines_say_what_is_chosen_and_none_comes_with_each_token(heavypath, 
         code, _, errors = heavypath("generate", PROMPT, "--max-new-tokens", tokens, "-v")
         assert code == 0
         lines[tokens] = [line for line in errors.splitlines() if " heavypath.speculative." in line]
-    for what in ("by LlamaForward", "a tree of 4 nodes", "MiB of caches, 1 sequences of", r"new tokens in \d+ steps"):
+    for what in ("by LlamaForward", "a tree of 5 nodes", "MiB of caches, 1 sequences of", r"new tokens in \d+ steps"):
         assert any(re.search(what, line) for line in lines[64]), what
     assert len(lines[4]) == len(lines[64])
     assert " heavypath.speculative." not in heavypath("generate", PROMPT, "--max-new-tokens", 4)[2]

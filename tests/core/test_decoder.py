@@ -85,7 +85,7 @@ def test_statistics_add_up(demo_pair):
     assert sum(stats.seconds.values()) == pytest.approx(stats.total_seconds)
     assert phases < set(str(stats).replace("seconds, ", "").split())
     assert "tokens per step" in str(stats)
-    rows = ids.shape[1] + 40 + 4
+    rows = ids.shape[1] + 40 + 5
     assert stats.cache_bytes == 2 * 4 * rows * sum(
         model.config.num_hidden_layers * model.config.num_key_value_heads * model.config.head_dim
         for model in (target, draft)

@@ -8,7 +8,7 @@ from tiny_models import tiny_llama
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, load_demo_pair
-from heavypath.speculative.costs.estimates import Work
+from heavypath.speculative.costs.estimates import Work, pass_seconds
 from heavypath.speculative.costs.gpu_step import SIZES, attention_to, estimated_costs
 from heavypath.speculative.costs.roofline import Device
 from heavypath.speculative.costs.table import Costs
@@ -129,10 +129,23 @@ def test_a_chain_is_as_long_as_its_expected_tokens_pay_for():
     assert len(default_tree("autoregressive", SEVEN_BILLION)) == 1
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_pass_on_a_cpu_reads_and_multiplies_at_once(threads, monkeypatch):
+    """By hand, for 600 MB: one thread reads 15 GB/s and multiplies 0.1 Tops; (40^2.5 + 48^2.5)^(1 / 2.5) = 58.41."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    large = Work(600_000_000, 150_000_000, layers=10, itemsize=4)
+    beside = 10 * 3e-3 + 11 * (0.01 if threads == 1 else 0.02)  # milliseconds
+    assert 1e3 * pass_seconds(large, 1, 1) - beside == pytest.approx(40.0 / threads, rel=0.01)
+    assert 1e3 * pass_seconds(large, 16, 1) - beside == pytest.approx(58.41 / threads, rel=0.001)
+    assert pass_seconds(large, 1000, 1) == pytest.approx(3.0 / threads, rel=0.001)
+    alike = pass_seconds(large, 2, 8) - pass_seconds(large, 16, 1)
+    assert alike == pytest.approx(7 * 10 * 3e-6), "rows of other sequences cost the same, besides their attention"
+
+
 def test_a_decoder_on_a_gpu_says_that_its_tree_is_by_estimated_costs(h100, demo_pair, monkeypatch):
     decoder = SpeculativeDecoder(*demo_pair[:2])
     out = decoder.generate(torch.tensor([[1, 2]]), 3)
-    assert out.stats.tree == "4 nodes, 3 levels, by costs estimated for a CPU"
+    assert out.stats.tree == "5 nodes, 3 levels, by costs estimated for a CPU"
     monkeypatch.setattr(LlamaForward, "device", property(lambda self: GPU))
     target, draft = decoder._target, decoder._draft
     tree, chosen_by = chosen_tree("sequoia", {}, target, draft)
