@@ -185,10 +185,7 @@ def estimated_for(target: Forward) -> str:
 
 
 def pass_seconds(work: Work, nodes: int, batch: int) -> float:
-    """Estimated seconds of a pass on a CPU over trees of `nodes` nodes, of `batch` sequences.
-
-    work: what the pass reads
-    """
+    """Estimated seconds of a pass on a CPU over trees of `nodes` nodes, of `batch` sequences."""
     if not work.weights:
         return 0.0
     is_alone = torch.get_num_threads() == 1
