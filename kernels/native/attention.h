@@ -8,6 +8,8 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "products.h"
 
 namespace heavypath {

@@ -13,6 +13,7 @@ from layer_cases import MODELS, assert_as_near, model_of, passed
 from heavypath.kernels.native import library as native_library
 from heavypath.kernels.native.library import library
 from heavypath.kernels.native.products import Blocks, product
+from heavypath.speculative.models import native as native_pass
 from heavypath.speculative.models.forward import TreeMask
 from heavypath.speculative.models.llama import LlamaForward
 
@@ -177,6 +178,11 @@ def test_only_with_amx_many_rows_of_bf16_are_left_to_pytorch(in_tiles, monkeypat
     forward = LlamaForward(model_of("odd sizes", torch.bfloat16))
     assert forward._native.takes(256)
     assert forward._native.takes(257) == (not in_tiles)
+    monkeypatch.setattr(native_pass, "FEW_ROWS", 8)
+    found = passed(forward, [19, 3, 30], True)
+    forward._native = None
+    by_pytorch = passed(forward, [19, 3, 30], True)
+    assert all(map(torch.equal, found, by_pytorch)) == in_tiles
 
 
 def test_what_is_not_compiled_is_left_to_pytorch():

@@ -19,7 +19,6 @@ from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward, Taps, as_logits
 from heavypath.speculative.models.linear import Linears, are_plain
-from heavypath.speculative.models.native import FEW_ROWS
 
 
 class _Linear(NamedTuple):
@@ -158,7 +157,7 @@ class MedusaDraft(TappedDraft):
         lengths: LongTensor[B], tokens before each root; the heads read the hidden state of token lengths[b] - 1, or
         zeros in a sequence of one token
         """
-        if self.native is not None and len(lengths) <= FEW_ROWS:
+        if self.native is not None:
             return medusa(self.native, cache.keys[:, 0], lengths, heads, cache.logits)
         before = cache.keys[torch.arange(len(lengths), device=lengths.device), 0, (lengths - 1).clamp(min=0)]
         before = before.masked_fill((lengths == 0)[:, None], 0)
