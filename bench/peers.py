@@ -28,8 +28,8 @@ METHOD*8                    the prompt and the seven after it as one batch; toke
 llama.cpp's cache is in fp16, its default, which is faster. Flash attention is off where it drafts: several tokens a
 forward pass take a fifth less time so. Neither llama.cpp nor ours stops at an end of text. Of greedy texts the table
 has the share that equals transformers': rounding decides where two tokens tie. At temperature > 0 llama-speculative
-drafts the likeliest token, and accepts it with min(1, P / Q) as though it had been drawn from Q: its text is of another
-law, in which likely tokens come too often, and it does not count among the best of llama.cpp.
+drafts the likeliest token, and accepts it with min(1, P / Q) as though it had been drawn from Q: its text has another
+distribution, in which likely tokens come too often, and it does not count among the best of llama.cpp.
 What is missing is named, and left out.
 """
 
@@ -86,11 +86,11 @@ LLAMA, OURS, TRANSFORMERS = "llama.cpp", "ours", "transformers"  # whose a way t
 
 
 class Way(NamedTuple):
-    """A way to decode, whose it is, and whether its text keeps the target's law at temperature > 0."""
+    """A way to decode, whose it is, and whether its text keeps the target's distribution at temperature > 0."""
 
     whose: str
     run: Runner
-    keeps_law: bool = True
+    lossless: bool = True
 
 
 Turn = tuple[str, int]  # the name of a way to decode, and the number of its threads
@@ -102,7 +102,7 @@ def llama_ways(folder: Path, target: Path, draft: Path, lacking: list[str]) -> d
     for program in (SIMPLE, SPECULATIVE):
         for drafting in [] if program in lacking else DRAFTINGS[: 3 + (program == SIMPLE)]:
             runner = speculative_runner(folder, program, (target, draft), drafting)
-            ways[f"{program} {drafting}"] = Way(LLAMA, runner, keeps_law=program == SIMPLE)
+            ways[f"{program} {drafting}"] = Way(LLAMA, runner, lossless=program == SIMPLE)
     return ways
 
 
@@ -197,7 +197,7 @@ def measured(ways: dict[Turn, Way], prompts: list[list[int]], asked: Asked, roun
 
 
 def summary(ways: dict[Turn, Way], groups: list[dict[Turn, Timed]], greedy: bool) -> dict[str, Any]:
-    """A row for each way to decode, with the threads it is fastest with; and the best of each that keep the law.
+    """A row for each way to decode, with the threads it is fastest with; and the best of each that are lossless.
 
     Of a batch the first text is compared.
     """
@@ -207,7 +207,7 @@ def summary(ways: dict[Turn, Way], groups: list[dict[Turn, Timed]], greedy: bool
         fastest[turn[0]] = turn
 
     def best(whose: str) -> Turn | None:
-        own = [turn for turn in fastest.values() if ways[turn].whose == whose and (greedy or ways[turn].keeps_law)]
+        own = [turn for turn in fastest.values() if ways[turn].whose == whose and (greedy or ways[turn].lossless)]
         alone = [turn for turn in own if batch_size(turn[0]) == 1]
         return max(alone, key=lambda turn: median(speeds[turn]), default=None)
 
@@ -232,7 +232,7 @@ def summary(ways: dict[Turn, Way], groups: list[dict[Turn, Timed]], greedy: bool
             "name": name, "threads": turn[1], "tokens_per_second": Spread.of(speeds[turn]),
             "over_transformers": ratio(turn, bests[TRANSFORMERS]), "over_llama_cpp": ratio(turn, bests[LLAMA]),
             "over_plain": ratio(turn, plain) if ways[turn].whose == OURS else None,
-            "equal": sum(equal) / len(equal) if greedy else None, "lossless": greedy or ways[turn].keeps_law,
+            "equal": sum(equal) / len(equal) if greedy else None, "lossless": greedy or ways[turn].lossless,
             "speeds": {str(threads): speeds[name, threads] for other, threads in ways if other == name},
         })  # fmt: skip
     return {"rows": rows, "best": {whose: None if turn is None else turn[0] for whose, turn in bests.items()}}
@@ -243,8 +243,8 @@ def print_summary(title: str, found: dict[str, Any]) -> None:
     for row in found["rows"]:
         ratios = {f"/ {to}": row[f"over_{to}"] and f"{row[f'over_{to}'].median:.2f}"
                   for to in ("transformers", "llama_cpp", "plain")}  # fmt: skip
-        law = "same law" if row["lossless"] else "other law"
-        text = law if row["equal"] is None else f"{row['equal']:.0%} equal"
+        kept = "same distribution" if row["lossless"] else "other distribution"
+        text = kept if row["equal"] is None else f"{row['equal']:.0%} equal"
         line = {"": row["name"], "threads": row["threads"], "tokens/s (quartiles)": str(row["tokens_per_second"])}
         shown.append(line | ratios | {"text": text})
     show(shown, title=title)

@@ -89,7 +89,7 @@ def cells(name: str, pair: str = "shipped") -> dict[float, dict[str, Row]]:
 
 
 def best(cell: dict[str, Row], *names: str) -> Row | None:
-    """The fastest row whose name begins so; only rows of one sequence that keep the target's law count."""
+    """The fastest row whose name begins so; only rows of one sequence that keep the target's distribution count."""
     own = [row for row in cell.values() if row["name"].startswith(names) and "*" not in row["name"] and row["lossless"]]
     return max(own, key=lambda row: row["tokens_per_second"][0], default=None)
 

@@ -36,7 +36,7 @@ from heavypath.speculative.training.memory import RowsAtATime
 from heavypath.speculative.training.optimization import Optimization, Schedule, TrainingProgress, save_whole, say_now
 from heavypath.speculative.training.own_text import write_texts
 from heavypath.speculative.training.record import environment
-from heavypath.speculative.training.rows import Rows, RowSettings, batches_of, make_rows
+from heavypath.speculative.training.rows import Rows, RowSettings, Texts, batches_of, make_rows
 from heavypath.speculative.training.settings import MEASURED_DEPTHS, DistilSettings
 from heavypath.speculative.training.student import Student, student_of_block, student_of_head, student_of_model
 from heavypath.speculative.training.teacher import Logits, Taught, Teacher
@@ -96,7 +96,8 @@ def distil(
         rows = _saved_rows(work / "rows.pt", made_for) if resume else _new_rows(documents, target, settings, say)
         if not resume:
             work.mkdir(parents=True, exist_ok=True)
-            save_whole({"made_for": made_for, **rows._asdict()}, work / "rows.pt")
+            sides = {name: side._asdict() for name, side in rows._asdict().items()}
+            save_whole({"made_for": made_for, **sides}, work / "rows.pt")
         state = _train(student, teacher, rows, settings, work / "checkpoint.pt", say)
     draft.requires_grad_(False)
     for weight in draft.parameters():  # only parameters: rotary frequencies, which are buffers, stay fp32
@@ -116,7 +117,8 @@ def distil(
         "draft": draft.config.model_type,
         "parameters": parameters,
         "settings": asdict(settings),
-        "rows": {"train": len(rows.train), "held_out": len(rows.held_out)},
+        "rows": {"train": len(rows.train.tokens), "held_out": len(rows.held_out.tokens)},
+        "predicted_tokens": {"train": int(rows.train.predicts.sum()), "held_out": int(rows.held_out.predicts.sum())},
         **state,
         **environment(),
     }
@@ -154,7 +156,7 @@ def _train(
     """
     size = settings.rows_per_step
     config: Any = student.module.config
-    schedule = schedule_of(settings, len(rows.train), config.hidden_size)
+    schedule = schedule_of(settings, len(rows.train.tokens), config.hidden_size)
     optimization = Optimization(student.module, schedule)
     loss = LOSSES[settings.loss]
     depths = settings.depths or 1
@@ -171,16 +173,19 @@ def _train(
         begin = step % student.stride
         parts.rows = state["rows_at_once"]
 
+        predicts = rows.train.predicts[chosen, begin:]
+
         def of_part(part: Tensor) -> Learnt:
-            return learn(student, states(part, begin), target_logits, loss, by_depth, len(part) / len(chosen))
+            return learn(student, states(part, begin), target_logits, loss, by_depth, predicts)
 
         found = parts.run(chosen, of_part, optimization.clear)
         state["rows_at_once"] = parts.rows
-        losses, overlaps = zip(*found, strict=True)
-        return Learnt(torch.stack(losses).sum(0), torch.stack(overlaps).sum(0))
+        return Learnt(*(torch.stack(values).sum(0) for values in zip(*found, strict=True)))
 
     def note(step: int, learnt: Learnt | None = None) -> None:
-        overlaps, same = measure_agreement(student, teacher, rows.held_out, MEASURED_DEPTHS, parts)
+        overlaps, same = measure_agreement(
+            student, teacher, rows.held_out.tokens, MEASURED_DEPTHS, parts, rows.held_out.predicts
+        )
         shown = {"overlap": overlaps.tolist(), "same_likeliest_token": same.tolist()}
         state["held_out"][step] = {name: [round(value, 4) for value in values] for name, values in shown.items()}
         state["loss"] = None if learnt is None else round(learnt.loss.item(), 4)
@@ -188,7 +193,7 @@ def _train(
 
     if not checkpoint.exists():
         note(0)
-    numbers = torch.arange(len(rows.train), device="cpu")
+    numbers = torch.arange(len(rows.train.tokens), device="cpu")
     seconds = train(
         optimization,
         zip(count(), batches_of(numbers, size, settings.seed), weights, strict=False),
@@ -204,7 +209,7 @@ def _train(
 def _states(
     student: Student,
     teacher: Teacher,
-    rows: Tensor,
+    rows: Texts,
     settings: DistilSettings,
     work: Path,
     say: Callable[[str], object],
@@ -214,20 +219,25 @@ def _states(
     Returns a function from (numbers of rows, how many tokens to leave out at their beginning) to hidden states, and a
     function from these to the target's logits. Raises OSError if the disk has no room.
 
-    rows: LongTensor [rows, length]; work: a folder for the states
+    work: a folder for the states
     """
     target = teacher.target
     width = target.config.get_text_config(decoder=True).hidden_size
-    size = bytes_kept(rows, width, len(teacher.taps))
+    size = bytes_kept(rows.tokens, width, len(teacher.taps))
     keep = settings.keep
     if keep is None:
         keep = settings.epochs > 1 and target.device.type == "cpu" and size <= KEPT_AT_MOST
     if not keep:
-        return (lambda chosen, begin: teacher(rows[chosen, begin:])), teacher.logits
+
+        def computed(chosen: Tensor, begin: int) -> Taught:
+            taught = teacher(rows.tokens[chosen, begin:])
+            return taught._replace(predicts=rows.predicts[chosen, begin:])
+
+        return computed, teacher.logits
     free = shutil.disk_usage(work).free
     if size > free:
         raise OSError(
-            f"the target's hidden states of {rows.numel()} tokens take {size / 1e9:.2g} GB, and there are "
+            f"the target's hidden states of {rows.tokens.numel()} tokens take {size / 1e9:.2g} GB, and there are "
             f"{free / 1e9:.2g} GB in {str(work)!r}; give another folder, or keep=False, which computes them again"
         )
     parts = RowsAtATime(settings.rows_per_step, f"lower length ({settings.length})", say)
@@ -263,16 +273,17 @@ def _settings_for(draft: Learner, settings: DistilSettings) -> DistilSettings:
 def _new_rows(
     documents: list[Document], target: PreTrainedModel, settings: DistilSettings, say: Callable[[str], object]
 ) -> Rows:
-    def write(prompts: list[Tensor]) -> list[Tensor]:
+    def write(prompts: list[Tensor]) -> list[Document]:
         say(f"the target writes {len(prompts)} texts")
         generate = SpeculativeDecoder(target, method="autoregressive").generate
         return write_texts(target, generate, prompts, settings.length - settings.prompt_tokens, settings.seed, say)
 
     wanted = RowSettings(settings.length, settings.held_out, settings.written, settings.prompt_tokens, settings.seed)
     rows = make_rows(documents, wanted, write)
-    if len(rows.train) < settings.rows_per_step:
+    count = len(rows.train.tokens)
+    if count < settings.rows_per_step:
         raise ValueError(
-            f"a step takes {settings.rows_per_step} rows, the data have {len(rows.train)} to train on; give more text, "
+            f"a step takes {settings.rows_per_step} rows, the data have {count} to train on; give more text, "
             f"or lower tokens_per_step ({settings.tokens_per_step})"
         )
     return rows
@@ -290,7 +301,7 @@ def _saved_rows(file: Path, made_for: dict[str, Any]) -> Rows:
     ]
     if changed:
         raise ValueError(f"a training goes on with its own settings; got {', '.join(changed)}")
-    return Rows(**saved)
+    return Rows(*(Texts(**saved[side]) for side in Rows._fields))
 
 
 def _student(draft: Learner, target: PreTrainedModel) -> Student:

@@ -16,6 +16,7 @@ answers alone: bench/results/smollm2-head.json.
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,11 @@ from heavypath.speculative import (
     new_head,
 )
 from heavypath.speculative.files.published import published_model
-from heavypath.speculative.training.documents import Document
+from heavypath.speculative.training.documents import Document, with_answer
 from heavypath.speculative.training.optimization import save_whole, say_now
 
 NEW_TOKENS, PROMPT_TOKENS = 176, 72
 TEMPERATURES = (0.7, 0.0, 1.0)  # of the parts' answers in turn; prompts are sampled at temperature 1
-NO_PROMPT = torch.zeros(0, dtype=torch.int32)
 
 
 class Writer:
@@ -67,6 +67,13 @@ class Writer:
         ]
 
 
+def around_a_message(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The tokens before a user's first message, and those between it and the answer."""
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "X"}], tokenize=False, add_generation_prompt=True)
+    before, after = (tokenizer(part)["input_ids"] for part in text.split("X"))
+    return before, after
+
+
 def answers(write: Writer, tokenizer: Any, number: int, size: int) -> list[Tensor]:
     """Prompts of `prompts.py` with their answers: part number `number` of `size` prompts."""
     first = number * size
@@ -79,16 +86,15 @@ def answers(write: Writer, tokenizer: Any, number: int, size: int) -> list[Tenso
 
 def conversations(write: Writer, tokenizer: Any, number: int, size: int) -> list[Tensor]:
     """Prompts of the model itself with their answers, `size` a part. Messages without an end are left out."""
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "X"}], tokenize=False, add_generation_prompt=True)
-    before, after = (tokenizer(part)["input_ids"] for part in text.split("X"))
+    before, after = around_a_message(tokenizer)
     first = 10**6 + number * size
     messages = [row.tolist() for row in write([before] * size, PROMPT_TOKENS, 1.0, first)]
     given = [tokens[:-1] + after for tokens in messages if tokens[-1] == after[0]]
     return write(given, NEW_TOKENS, TEMPERATURES[number % len(TEMPERATURES)], first + 10**6)
 
 
-def written(folder: Path, parts: int, make: Callable[[int], list[Tensor]]) -> list[Document]:
-    """The texts of all parts; those that are not in the folder are written now."""
+def written(folder: Path, parts: int, make: Callable[[int], list[Tensor]], after: list[int]) -> list[Document]:
+    """The texts of all parts; those that are not in the folder are written now. after: tokens before each answer"""
     folder.mkdir(parents=True, exist_ok=True)
     documents = []
     for number in range(parts):
@@ -96,8 +102,14 @@ def written(folder: Path, parts: int, make: Callable[[int], list[Tensor]]) -> li
         if not file.exists():
             save_whole(make(number), file)
             say_now(f"{folder.name}: {number + 1} of {parts} parts written")
-        documents += [Document(text, NO_PROMPT) for text in torch.load(file, weights_only=True)]
+        documents += [document_of(text, torch.tensor(after)) for text in torch.load(file, weights_only=True)]
     return documents
+
+
+def document_of(text: Tensor, after: Tensor) -> Document:
+    """The document of a text whose answer begins after the first place with the tokens `after`."""
+    is_there = (text.unfold(0, len(after), 1) == after).all(1)
+    return with_answer(text[: int(is_there.int().argmax()) + len(after)], text)
 
 
 def main() -> None:
@@ -115,10 +127,12 @@ def main() -> None:
     target, tokenizer = load_target(published_model("smollm2"))
     write = Writer(load_target(published_model("smollm2"))[0].bfloat16() if given.bf16 else target)
     size = given.part
-    documents = written(given.folder / "answers", given.answers // size, lambda n: answers(write, tokenizer, n, size))
-    documents += written(
-        given.folder / "conversations", given.conversations // size, lambda n: conversations(write, tokenizer, n, size)
-    )
+    kinds = {"answers": (given.answers, answers), "conversations": (given.conversations, conversations)}
+    _, after = around_a_message(tokenizer)
+    documents = []
+    for name, (count, make) in kinds.items():
+        parts = count // size
+        documents += written(given.folder / name, parts, partial(make, write, tokenizer, size=size), after)
     Retrieval([document.tokens for document in documents], tokenizer).save(given.folder / "texts.safetensors")
     if given.only_texts:
         return

@@ -154,18 +154,17 @@ def _with_tokens(head: Head, target: PreTrainedModel, tokens: Tensor | None) -> 
 
 
 def most_frequent(documents: Sequence[Document], count: int, vocab_size: int) -> Tensor:
-    """The `count` most frequent tokens of the documents, LongTensor[count], ascending.
+    """The `count` most frequent tokens of the documents' answers, LongTensor[count], ascending.
 
-    Of equally frequent tokens the lowest are chosen. Raises ValueError for a count below 1 or above vocab_size, and for
-    tokens that are not in the vocabulary.
+    All tokens of a document count if it has no answers. Of equally frequent tokens the lowest are chosen. Raises
+    ValueError for a count below 1 or above vocab_size, and for tokens that are not in the vocabulary.
     """
     if not 0 < count <= vocab_size:
         raise ValueError(f"a draft's vocabulary must have 1 .. {vocab_size} tokens, the target's, got {count}")
     check_tokens(documents, vocab_size)
     counts = torch.zeros(vocab_size, dtype=torch.long, device="cpu")
     for document in documents:
-        for tokens in document:
-            counts += torch.bincount(tokens, minlength=vocab_size)
+        counts += torch.bincount(document.answered(), minlength=vocab_size)
     return counts.argsort(descending=True, stable=True)[:count].sort().values
 
 

@@ -19,10 +19,32 @@ class Document(NamedTuple):
 
     tokens: int32 [n], the whole text; empty if there is only a prompt
     prompt: int32 [m], the prompt after which the target generates; empty if any part of the text can be a prompt
+    answers: pairs of numbers (begin, end): tokens[begin:end] is an answer; empty if any part of the text can be one
     """
 
     tokens: Tensor
     prompt: Tensor
+    answers: tuple[tuple[int, int], ...] = ()
+
+    def predicts(self) -> Tensor:
+        """bool [n]: whether the token after each token is part of an answer. A draft learns to predict these alone."""
+        if not self.answers:
+            return torch.ones(len(self.tokens), dtype=torch.bool, device="cpu")
+        found = torch.zeros(len(self.tokens), dtype=torch.bool, device="cpu")
+        for begin, end in self.answers:
+            found[max(begin - 1, 0) : end - 1] = True
+        return found
+
+    def answered(self) -> Tensor:
+        """The tokens of the answers, int32 [k]; all tokens if there are no answers; the prompt if it is alone."""
+        if self.answers:
+            return torch.cat([self.tokens[begin:end] for begin, end in self.answers])
+        return self.tokens if len(self.tokens) else self.prompt
+
+
+def with_answer(prompt: Tensor, text: Tensor) -> Document:
+    """The document of a text, int32 [n], that begins with a prompt, int32 [m], and goes on with its answer."""
+    return Document(text, prompt, ((len(prompt), len(text)),))
 
 
 def read_documents(paths: Iterable[str | Path], tokenizer: PreTrainedTokenizerBase) -> list[Document]:
@@ -32,7 +54,8 @@ def read_documents(paths: Iterable[str | Path], tokenizer: PreTrainedTokenizerBa
 
         "text", {"text": "text"}                               a text
         {"messages": [{"role": "user", "content": ..}, ..]}    a conversation, by the tokenizer's chat template; its
-                                                               prompt ends before the assistant's last message
+                                                               prompt ends before the assistant's last message, and
+                                                               all of the assistant's messages are answers
         {"prompt": "text"}                                     a prompt alone
 
     Any other file is one text. An end-of-sequence token is appended to each text. A folder stands for all files in it
@@ -58,7 +81,8 @@ def read_documents(paths: Iterable[str | Path], tokenizer: PreTrainedTokenizerBa
 
 def check_tokens(documents: Iterable[Document], vocab_size: int) -> None:
     """Raise ValueError for a token that is not in a vocabulary of this size."""
-    largest = max((int(part.max()) for document in documents for part in document if len(part)), default=0)
+    parts = [part for document in documents for part in (document.tokens, document.prompt) if len(part)]
+    largest = max((int(part.max()) for part in parts), default=0)
     if largest >= vocab_size:
         raise ValueError(
             f"the data have token {largest}, the target has {vocab_size} tokens; use the target's own tokenizer"
@@ -104,16 +128,33 @@ def _of_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[
 def _of_conversation(messages: list[Any], tokenizer: PreTrainedTokenizerBase, where: str) -> Document:
     if not tokenizer.chat_template:
         raise ValueError(f"{where}: messages need a target whose tokenizer has a chat template, and this one has none")
+
+    def tokens_of(first: int, *, prompt: bool) -> list[int]:
+        """The tokens of the first messages. prompt: whether the beginning of an answer follows them"""
+        if first == 0:
+            return []
+        found: Any = tokenizer.apply_chat_template(messages[:first], add_generation_prompt=prompt, return_dict=True)
+        return found["input_ids"]
+
     try:
-        answered = messages[-1]["role"] == "assistant"
-        before = messages[:-1] if answered else messages
-        prompt: Any = {"input_ids": []}
-        if before:
-            prompt = tokenizer.apply_chat_template(before, add_generation_prompt=True, return_dict=True)
-        whole: Any = tokenizer.apply_chat_template(messages, return_dict=True) if answered else {"input_ids": []}
+        answered = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answered or answered[-1] != len(messages) - 1:  # a question without an answer
+            return Document(_tokens([]), _tokens(tokens_of(len(messages), prompt=True)))
+        whole = tokens_of(len(messages), prompt=False)
+        prompts = [tokens_of(number, prompt=True) for number in answered]
+        ends = [tokens_of(number + 1, prompt=False) for number in answered]
     except Exception as error:  # the template is a program, which can raise anything
         raise ValueError(f"{where}: the chat template does not take these messages: {error!r}") from error
-    return Document(_tokens(whole["input_ids"]), _tokens(prompt["input_ids"]))
+    # A template may write an earlier message in another way after later ones: what differs is no answer.
+    spans = [(_in_common(whole, prompt), _in_common(whole, end)) for prompt, end in zip(prompts, ends, strict=True)]
+    answers = tuple((begin, end) for begin, end in spans if begin < end)
+    return Document(_tokens(whole), _tokens(prompts[-1]), answers)
+
+
+def _in_common(first: list[int], second: list[int]) -> int:
+    """The number of tokens that two texts have in common at their beginning."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((number for number, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 def _tokens(ids: Any) -> Tensor:

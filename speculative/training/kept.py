@@ -6,7 +6,8 @@ fp32 number,
     s = log sum exp(logits)              over all V tokens
 
 With s, log P of the draft's tokens is their logits minus s. So no later epoch runs the target, and none computes V
-logits: it multiplies the last hidden state with the Vd rows of the lm_head.
+logits: it multiplies the last hidden state with the Vd rows of the lm_head. s is 0 after tokens of a prompt, where a
+draft predicts nothing.
 """
 
 import math
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from heavypath.speculative.training.memory import RowsAtATime
 from heavypath.speculative.training.optimization import TrainingProgress
+from heavypath.speculative.training.rows import Texts
 from heavypath.speculative.training.teacher import Taught, Teacher
 
 # Inside a model hidden states may be too large for fp16. The last one, after the final norm, needs its precision.
@@ -35,7 +37,7 @@ def bytes_kept(rows: Tensor, width: int, taps: int) -> int:
 class KeptStates:
     """A teacher's hidden states for rows, in files, so that the target runs once. `teacher` computes them.
 
-    rows: integers [R, L]
+    rows: R rows of L tokens
     tokens: LongTensor[Vd], the target's tokens that the draft can propose; None for all
     folder: for the files. They are made now, unless an earlier run has finished them
     parts: decides how many rows the target reads at a time
@@ -48,7 +50,7 @@ class KeptStates:
     def __init__(
         self,
         teacher: Teacher,
-        rows: Tensor,
+        rows: Texts,
         tokens: Tensor | None,
         folder: Path,
         parts: RowsAtATime,
@@ -64,7 +66,7 @@ class KeptStates:
         types = {"taps": TAPS, "hidden": HIDDEN, "sums": torch.float32}
         folder.mkdir(parents=True, exist_ok=True)
         self._kept = {
-            name: _on_disk(folder / name, (*rows.shape, *shape), types[name]) for name, shape in shapes.items()
+            name: _on_disk(folder / name, (*rows.tokens.shape, *shape), types[name]) for name, shape in shapes.items()
         }
         if not (folder / "whole").exists():
             self._compute(parts, context, say)
@@ -78,7 +80,8 @@ class KeptStates:
         dtype = self._teacher.target.dtype
         taps, hidden = (self._kept[name][chosen, begin:].to(device, dtype) for name in ("taps", "hidden"))
         sums = self._kept["sums"][chosen, begin:].to(device)
-        return Taught(self._rows[chosen, begin:].to(device, torch.long), taps, hidden, sums)
+        tokens = self._rows.tokens[chosen, begin:].to(device, torch.long)
+        return Taught(tokens, taps, hidden, sums, self._rows.predicts[chosen, begin:])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The target's logits [R, N, Vd] of the draft's tokens, for its last hidden states [R, N, H]."""
@@ -99,24 +102,26 @@ class KeptStates:
         say: Callable[[str], object],
     ) -> None:
         size = sum(each.numel() * each.element_size() for each in self._kept.values())
-        say(f"the target reads {self._rows.numel()} tokens once; {size / 1e9:.2g} GB on disk until the training ends")
-        progress = TrainingProgress(len(self._rows), self._rows.shape[1], say)
+        rows, length = self._rows.tokens.shape
+        say(f"the target reads {rows * length} tokens once; {size / 1e9:.2g} GB on disk until the training ends")
+        progress = TrainingProgress(rows, length, say)
         target = self._teacher.target
 
         def keep(chosen: Tensor) -> None:
             with context():
-                taught = self._teacher(self._rows[chosen])
+                taught = self._teacher(self._rows.tokens[chosen])
             for row, number in enumerate(chosen.tolist()):
                 self._kept["taps"][number] = taught.taps[row].to(TAPS)
                 self._kept["hidden"][number] = taught.hidden[row].to(HIDDEN)
                 # Of the hidden state that is kept, and in full precision, as P of the draft's tokens is computed later.
-                own = self._kept["hidden"][number, None].to(target.device, target.dtype)
-                self._kept["sums"][number] = self._teacher.logits(own)[0].float().logsumexp(-1)
+                predicts = self._rows.predicts[number]
+                own = self._kept["hidden"][number, predicts][None].to(target.device, target.dtype)
+                self._kept["sums"][number, predicts] = self._teacher.logits(own)[0].float().logsumexp(-1).cpu()
             done = int(chosen[-1]) + 1
             if progress.is_due(done):
                 progress.report(done, "reading")
 
-        parts.run(torch.arange(len(self._rows), device="cpu"), keep)
+        parts.run(torch.arange(rows, device="cpu"), keep)
 
     def _check(self, tokens: Tensor) -> None:
         """Raise ValueError if the logits of the draft's tokens alone differ from those among all, at one position."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import GenerationConfig, PreTrainedModel
 
+from heavypath.speculative.training.documents import Document, with_answer
 from heavypath.speculative.training.memory import RowsAtATime
 from heavypath.speculative.training.optimization import TrainingProgress
 
@@ -22,8 +23,8 @@ def write_texts(
     new_tokens: int,
     seed: int,
     say: Callable[[str], object],
-) -> list[Tensor]:
-    """Each prompt with the target's output after it, int32 [n].
+) -> list[Document]:
+    """Each prompt with the target's output after it, which is its answer.
 
     generate: the `generate` of a decoder that does plain decoding with the target
     prompts: int32 [m] each
@@ -42,19 +43,20 @@ def write_texts(
     parts = RowsAtATime(ROWS_AT_ONCE, "lower the length of rows", say)
     groups = torch.arange(len(fitting), device="cpu").split(ROWS_AT_ONCE)
     progress = TrainingProgress(len(groups), ROWS_AT_ONCE * new_tokens, say)
-    written: list[Tensor] = []
+    written: list[Document] = []
     for number, group in enumerate(groups):
         temperature = 0.6 if number % 4 == 3 else 1.0
 
-        def write(chosen: Tensor, temperature: float = temperature) -> list[Tensor]:
+        def write(chosen: Tensor, temperature: float = temperature) -> list[Document]:
             given = [fitting[index] for index in chosen.tolist()]
             ids, mask = (padded.to(target.device) for padded in _padded(given))
             options = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": seed}
             numbers = chosen.to(target.device)
             out = generate(ids, new_tokens, temperature, attention_mask=mask, sequence_ids=numbers, **options)
-            return _texts(out.sequences.cpu(), given, target.generation_config)
+            texts = _texts(out.sequences.cpu(), given, target.generation_config)
+            return [with_answer(prompt, text) for prompt, text in zip(given, texts, strict=True)]
 
-        written += [text for texts in parts.run(group, write) for text in texts]
+        written += [document for documents in parts.run(group, write) for document in documents]
         if progress.is_due(number + 1):
             progress.report(number + 1, "writing the target's text")
     return written

@@ -11,14 +11,25 @@ from heavypath.speculative.training.documents import Document
 MOST_HELD_OUT = 128  # rows; more would take more time and give hardly more information
 LONGEST_SHARE = 1 / 20  # of all tokens. Longer texts are cut into sections, so that a part can be held out
 LONGEST_ROWS = 32  # of a section, at most
-Write = Callable[[list[Tensor]], list[Tensor]]  # prompts int32 [m] -> prompts with the target's output, int32 [n]
+Write = Callable[[list[Tensor]], list[Document]]  # prompts int32 [m] -> prompts with the target's output
+
+
+class Texts(NamedTuple):
+    """Rows of tokens.
+
+    tokens:   int32 [R, L]
+    predicts: bool [R, L], whether a draft learns to predict the token after each token, and is measured there
+    """
+
+    tokens: Tensor
+    predicts: Tensor
 
 
 class Rows(NamedTuple):
-    """The rows for training, and the held-out rows: tokens, int32 [R, L] each."""
+    """The rows for training, and the held-out rows."""
 
-    train: Tensor
-    held_out: Tensor
+    train: Texts
+    held_out: Texts
 
 
 class RowSettings(NamedTuple):
@@ -55,24 +66,34 @@ def make_rows(documents: list[Document], settings: RowSettings, write: Write) ->
     is_written = torch.rand(len(sections), generator=generator, device="cpu") < settings.written
     sides = []
     for held_out in (False, True):
-        texts = []
-        prompts = []
+        texts: list[Document] = []
+        prompts: list[Tensor] = []
         for section, held, written in zip(sections, is_held_out.tolist(), is_written.tolist(), strict=True):
             if held != held_out:
                 continue
             if written or not len(section.tokens):
                 prompts += _prompts(section, settings)
             else:
-                texts.append(section.tokens)
+                texts.append(section)
         texts += write(prompts) if prompts else []
-        tokens = torch.cat(texts) if texts else torch.zeros(0, dtype=torch.int32, device="cpu")
-        sides.append(tokens[: len(tokens) // length * length].view(-1, length))
-    if not all(map(len, sides)):
+        sides.append(_concatenated(texts, length))
+    train, held_out = sides
+    if not (train.predicts.any() and held_out.predicts.any()):
         raise ValueError(
-            f"the data, {int(sizes.sum())} tokens in {len(documents)} documents, give {len(sides[0])} rows of {length} "
-            f"to train on and {len(sides[1])} to hold out, expected at least one each; give more text or shorter rows"
+            f"the data, {int(sizes.sum())} tokens in {len(documents)} documents, give {len(train.tokens)} rows of "
+            f"{length} to train on and {len(held_out.tokens)} to hold out, expected at least one each, with answers; "
+            "give more text or shorter rows"
         )
-    return Rows(sides[0], sides[1])
+    return Rows(train, held_out)
+
+
+def _concatenated(texts: list[Document], length: int) -> Texts:
+    """Rows of `length` tokens of texts one after the other; the last tokens, which fill no row, are left out."""
+    empty = torch.zeros(0, dtype=torch.int32, device="cpu")
+    tokens = torch.cat([empty, *(text.tokens for text in texts)])
+    predicts = torch.cat([empty.bool(), *(text.predicts() for text in texts)])
+    used = len(tokens) // length * length
+    return Texts(tokens[:used].view(-1, length), predicts[:used].view(-1, length))
 
 
 def batches_of(rows: Tensor, size: int, seed: int) -> Iterator[Tensor]:
@@ -85,9 +106,10 @@ def batches_of(rows: Tensor, size: int, seed: int) -> Iterator[Tensor]:
 
 
 def _sections(document: Document, longest: int) -> list[Document]:
-    """The document itself if it has a prompt; else its text in sections of at most `longest` tokens."""
-    tokens, prompt = document
-    return [document] if len(prompt) else [Document(section, prompt) for section in tokens.split(longest)]
+    """The document itself if it has a prompt or answers; else its text in sections of at most `longest` tokens."""
+    if len(document.prompt) or document.answers:
+        return [document]
+    return [Document(section, document.prompt) for section in document.tokens.split(longest)]
 
 
 def _prompts(section: Document, settings: RowSettings) -> list[Tensor]:

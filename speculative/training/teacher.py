@@ -22,12 +22,14 @@ class Taught(NamedTuple):
     taps:   [R, L, T, H], the hidden states that a head reads
     hidden: [R, L, H], the last hidden state, from which the logits of the next token are computed
     sums:   [R, L], log sum exp of these logits, where it was kept; else None
+    predicts: bool [R, L], whether the draft learns to predict the token after each token; None for all
     """
 
     tokens: Tensor
     taps: Tensor
     hidden: Tensor
     sums: Tensor | None = None
+    predicts: Tensor | None = None
 
 
 class Teacher:

@@ -79,8 +79,13 @@ def test_it_learns_what_the_target_says_at_the_tokens_drafted(positions, head, t
     for depths in (2, SIZE, SIZE + 1):  # as deep as the block, whatever is asked for
         measured, same = measure_agreement(student, teacher, texts, depths, parts)
         torch.testing.assert_close(measured.double(), overlaps[:depths], rtol=0, atol=1e-6)
-    likeliest = (draft_logits.argmax(-1) == target_logits.argmax(-1)).double().mean((0, 1))
-    torch.testing.assert_close(same.double(), likeliest, rtol=0, atol=1e-6)
+    is_likeliest = (draft_logits.argmax(-1) == target_logits.argmax(-1)).double()
+    torch.testing.assert_close(same.double(), is_likeliest.mean((0, 1)), rtol=0, atol=1e-6)
+    predicts = torch.rand(texts.shape, generator=torch.Generator().manual_seed(3)) < 0.5
+    _, same = measure_agreement(student, teacher, texts, SIZE, parts, predicts)
+    in_blocks = predicts[:, : SIZE * is_likeliest.shape[1]].unflatten(1, (-1, SIZE))  # [R, blocks, depth]
+    some = (is_likeliest * in_blocks).sum((0, 1)) / in_blocks.sum((0, 1))
+    torch.testing.assert_close(same.double(), some, rtol=0, atol=1e-6)
 
     weights, rows, tokens = [1.0, 0.7, 0.5, 0.2], teacher(texts), student.tokens
     learnt = learn(student, rows, teacher.logits, tv_kl, weights)

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from head_training_cases import DEPTHS, WIDTH, agreement, random_rows, tiny_head, tiny_target
 
 from heavypath.speculative.training import learning
-from heavypath.speculative.training.learning import learn
+from heavypath.speculative.training.learning import learn, measure_agreement
 from heavypath.speculative.training.losses import KL_WEIGHT, tv_kl
+from heavypath.speculative.training.memory import RowsAtATime
 from heavypath.speculative.training.student import student_of_head
 from heavypath.speculative.training.teacher import Taught, Teacher
 
@@ -80,3 +81,29 @@ def test_what_is_measured_is_the_overlap_of_every_node_of_every_chain():
     overlaps, top_1 = agreement(head, target, tokens, 5)
     torch.testing.assert_close(overlaps, expected, atol=1e-5, rtol=1e-5)
     assert ((top_1 >= 0) & (top_1 <= 1)).all()
+
+
+@pytest.mark.parametrize("positions", [3, 100], ids=["in pieces", "at once"])
+def test_a_head_learns_and_is_measured_at_the_nodes_that_it_predicts(positions, monkeypatch):
+    """A node at depth k of entry i predicts what follows token i + k + 1."""
+    monkeypatch.setattr(learning, "POSITIONS_AT_ONCE", positions)
+    head, target, tokens = tiny_head(3), tiny_target(), random_rows(4, 3, 12).tokens.long()
+    teacher, student = Teacher(target, head.config.taps), student_of_head(head, target)
+    predicts = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(2)) < 0.4
+    taught = teacher(tokens)._replace(predicts=predicts)
+    depths, entries = DEPTHS, 12 - DEPTHS
+    nodes = torch.stack([predicts[:, 1 + depth : 1 + depth + entries].flatten() for depth in range(depths)])
+    chosen = nodes / nodes.sum(1, keepdim=True)  # [depths, chains]: weights of a mean
+    losses = losses_one_by_one(head, taught, target, depths)
+    by_depth = (losses * chosen[:, None]).sum(-1)
+    weights = [1.0, 0.7, 0.0, 0.3]
+    expected = (by_depth[:, 0] * torch.tensor(weights)).sum()
+    loss, overlaps = learn(student, taught, teacher.logits, tv_kl, weights)
+    torch.testing.assert_close(loss, expected.detach(), atol=1e-5, rtol=1e-5)
+    measured = by_depth[:, 1].detach()
+    torch.testing.assert_close(overlaps[:2], measured[:2], atol=1e-5, rtol=1e-5)
+    assert overlaps[2].isnan()
+    gradients = torch.autograd.grad(expected, [*head.parameters()])
+    torch.testing.assert_close([each.grad for each in head.parameters()], [*gradients], atol=1e-5, rtol=1e-4)
+    found, _ = measure_agreement(student, teacher, tokens, depths, RowsAtATime(2, "lower it", print), predicts)
+    torch.testing.assert_close(found, measured, atol=1e-5, rtol=1e-5)

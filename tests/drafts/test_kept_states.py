@@ -14,15 +14,31 @@ from heavypath.speculative.training.kept import KeptStates, bytes_kept
 from heavypath.speculative.training.learning import learn
 from heavypath.speculative.training.losses import LOSSES
 from heavypath.speculative.training.memory import RowsAtATime
+from heavypath.speculative.training.rows import Texts
 from heavypath.speculative.training.student import student_of_head
 from heavypath.speculative.training.teacher import Taught, Teacher
 
 ROWS = random_rows(4, 6, 12).tokens
+EVERYWHERE = torch.ones(ROWS.shape, dtype=torch.bool)
 TOKENS = torch.tensor([1, 2, 3, 5, 8, 13, 21])
 
 
-def kept_states(folder, teacher, tokens=None, context=nullcontext):
-    return KeptStates(teacher, ROWS, tokens, folder, RowsAtATime(4, "lower length", print), context, silent)
+def kept_states(folder, teacher, tokens=None, context=nullcontext, predicts=EVERYWHERE):
+    parts = RowsAtATime(4, "lower length", print)
+    return KeptStates(teacher, Texts(ROWS, predicts), tokens, folder, parts, context, silent)
+
+
+def test_sums_are_computed_only_where_a_draft_predicts(tmp_path, monkeypatch):
+    predicts = torch.rand(ROWS.shape, generator=torch.Generator().manual_seed(1)) < 0.4
+    teacher, counted, logits = Teacher(tiny_target(), (1,)), [], Teacher.logits
+    monkeypatch.setattr(Teacher, "logits", lambda own, hidden: counted.append(hidden.shape[1]) or logits(own, hidden))
+    chosen = torch.tensor([3, 1])
+    taught = kept_states(tmp_path / "some", teacher, predicts=predicts)(chosen, 2)
+    assert sum(counted) == predicts.sum()
+    everywhere = kept_states(tmp_path / "all", teacher)(chosen, 2)
+    torch.testing.assert_close(taught.sums, everywhere.sums.where(predicts[chosen, 2:], 0.0))
+    assert taught.predicts.equal(predicts[chosen, 2:])
+    assert taught.taps.equal(everywhere.taps)
 
 
 def test_they_are_those_of_the_target_in_16_bits(tmp_path):

@@ -66,18 +66,21 @@ def test_attention_to_chains_is_one_function_on_all_devices(monkeypatch):
     assert [attend(query, key, key).shape for _ in range(3)] == [(1, 2, 5, 8)] * 3
 
 
-@pytest.mark.parametrize(("loss", "positions"), [(tv_kl, learning.POSITIONS_AT_ONCE), (lk, 5 * 2)])
-def test_a_plain_draft_has_the_gradients_of_its_loss_written_out(loss, positions, monkeypatch):
+@pytest.mark.parametrize(("loss", "positions", "share"), [(tv_kl, learning.POSITIONS_AT_ONCE, 1.0), (lk, 5 * 2, 0.4)])
+def test_a_plain_draft_has_the_gradients_of_its_loss_written_out(loss, positions, share, monkeypatch):
+    """Of the positions that it predicts, all or a share of them."""
     monkeypatch.setattr(learning, "POSITIONS_AT_ONCE", positions)
     torch.manual_seed(5)
+    predicts = torch.rand(TOKENS.shape) < share
     draft, target = LlamaForCausalLM(tiny_target().config).eval(), tiny_target()
     with torch.no_grad():
         target_logprobs = target(TOKENS).logits.log_softmax(-1)
     teacher = Teacher(target)
-    losses, overlaps = loss(target_logprobs, draft(TOKENS).logits)
+    losses, overlaps = (each[predicts] for each in loss(target_logprobs, draft(TOKENS).logits))
     parameters = list(draft.parameters())
     expected = torch.autograd.grad(losses.mean(), parameters)
-    learnt = learn(student_of_model(draft), teacher(TOKENS), teacher.logits, loss, [1.0] * 5)
+    taught = teacher(TOKENS)._replace(predicts=predicts)
+    learnt = learn(student_of_model(draft), taught, teacher.logits, loss, [1.0] * 5)
     torch.testing.assert_close(learnt.loss, losses.mean().detach())
     torch.testing.assert_close(learnt.overlaps, overlaps.mean().detach()[None])
     torch.testing.assert_close([each.grad for each in parameters], [*expected], atol=1e-6, rtol=1e-4)
@@ -103,14 +106,16 @@ def gradients_in_parts(rows_at_once, fitting=99):
     head, target = tiny_head(7), tiny_target()
     student, teacher, said = student_of_head(head, target), Teacher(target, (1, 2, 3)), []
     batch = random_rows(2, 8, 12).tokens
+    predicts = torch.rand(batch.shape, generator=torch.Generator().manual_seed(9)) < 0.4
 
     def of_part(part: torch.Tensor) -> Learnt:
-        learnt = learn(student, teacher(part), teacher.logits, tv_kl, [1.0, 0.5], len(part) / len(batch))
+        taught = teacher(batch[part])._replace(predicts=predicts[part])
+        learnt = learn(student, taught, teacher.logits, tv_kl, [1.0, 0.5], predicts)
         if len(part) > fitting:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return learnt
 
-    found = RowsAtATime(rows_at_once, "lower length", said.append).run(batch, of_part, head.zero_grad)
+    found = RowsAtATime(rows_at_once, "lower length", said.append).run(torch.arange(8), of_part, head.zero_grad)
     learnt = sum(each.loss for each in found), sum(each.overlaps for each in found)
     return [*learnt, *(weight.grad for weight in head.parameters())], said
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.training import own_text
-from heavypath.speculative.training.documents import Document, read_documents
+from heavypath.speculative.training.documents import Document, read_documents, with_answer
 from heavypath.speculative.training.rows import RowSettings, batches_of, make_rows
 
 WORDS = ["<end>", "ask", "answer", "zero", "one", "two", "three"]
@@ -54,7 +54,43 @@ def test_files_folders_and_each_kind_of_line_become_documents(tokenizer, tmp_pat
         ([], [4, 4]),
     ]
     assert sorted(lists(documents)) == sorted(expected)
-    assert {part.dtype for document in documents for part in document} == {torch.int32}
+    parts = [part for document in documents for part in (document.tokens, document.prompt)]
+    assert {part.dtype for part in parts} == {torch.int32}
+
+
+def said_by(*contents):
+    """A conversation of user and assistant in turn."""
+    roles = ["user", "assistant"] * len(contents)
+    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+
+
+def read_lines(lines, tokenizer, folder):
+    (folder / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return read_documents([folder / "lines.jsonl"], tokenizer)
+
+
+def test_the_answers_of_a_conversation_are_all_that_the_assistant_said(tokenizer, tmp_path):
+    lines = [{"messages": said_by("one", "two three", "three", "one")}, {"messages": said_by("one", "two")[1:]}, "one"]
+    *several, text = sorted(read_lines(lines, tokenizer, tmp_path), key=lambda document: -len(document.tokens))
+    conversation, alone = several  # ask one answer two three ask three answer one; answer two
+    assert conversation.tokens.tolist() == [1, 4, 2, 5, 6, 1, 6, 2, 4]
+    assert conversation.answered().tolist() == [5, 6, 4]
+    assert conversation.prompt.tolist() == [1, 4, 2, 5, 6, 1, 6, 2]
+    predicts = conversation.predicts()
+    assert conversation.tokens[1:][predicts[:-1]].tolist() == [5, 6, 4]
+    assert not predicts[-1]
+    assert alone.answered().tolist() == alone.tokens.tolist() == [2, 5]
+    assert text.predicts().tolist() == [True, True]
+    assert text.answered().tolist() == [4, 0]
+
+
+def test_what_a_template_writes_in_another_way_later_is_no_answer(tokenizer, tmp_path):
+    """As templates of models that think, which leave the thoughts out of earlier messages."""
+    last = "{% if loop.last and message.role == 'assistant' %}zero {% endif %}{{ message.content }}"
+    tokenizer.chat_template = TEMPLATE.replace("{{ message.content }}", last)
+    (document,) = read_lines([{"messages": said_by("one", "two", "three", "one")}], tokenizer, tmp_path)
+    assert document.tokens.tolist() == [1, 4, 2, 5, 1, 6, 2, 3, 4]
+    assert document.answered().tolist() == [3, 4]
 
 
 @pytest.mark.parametrize(("line", "said"), [
@@ -93,11 +129,13 @@ def numbered(count: int, length: int) -> list[Document]:
 
 def test_what_is_held_out_is_never_trained_on_and_each_text_is_somewhere():
     rows = make_rows(numbered(40, 30), RowSettings(length=20, held_out=0.2, written=0, prompt_tokens=4, seed=1), list)
-    train, held_out = ({*side.flatten().tolist()} for side in rows)
+    train, held_out = ({*side.tokens.flatten().tolist()} for side in rows)
     assert train.isdisjoint(held_out)
     assert train | held_out == {*range(40)}
     assert len(held_out) == 8
-    assert rows.train.shape == (32 * 30 // 20, 20)
+    assert rows.train.tokens.shape == rows.train.predicts.shape == (32 * 30 // 20, 20)
+    assert rows.train.predicts.all()
+    assert rows.held_out.predicts.all()
 
 
 def test_one_long_text_is_held_out_in_part_and_too_little_is_refused():
@@ -105,9 +143,10 @@ def test_one_long_text_is_held_out_in_part_and_too_little_is_refused():
         make_rows(numbered(1, 30), RowSettings(20, 0.1, 0, 4, 1), list)
     document = [Document(torch.arange(100000, dtype=torch.int32), NONE)]
     rows = make_rows(document, RowSettings(length=50, held_out=0.1, written=0, prompt_tokens=4, seed=1), list)
-    assert rows.held_out.numel() == pytest.approx(128 * 50, abs=400)
-    assert {*rows.train.flatten().tolist()}.isdisjoint(rows.held_out.flatten().tolist())
-    assert rows.train.numel() >= 100000 - 128 * 50 - 1000
+    train, held_out = rows.train.tokens, rows.held_out.tokens
+    assert held_out.numel() == pytest.approx(128 * 50, abs=400)
+    assert {*train.flatten().tolist()}.isdisjoint(held_out.flatten().tolist())
+    assert train.numel() >= 100000 - 128 * 50 - 1000
 
 
 def test_the_share_that_is_written_anew_is_written_after_the_beginnings():
@@ -115,17 +154,19 @@ def test_the_share_that_is_written_anew_is_written_after_the_beginnings():
 
     def write(given):
         prompts.extend(given)
-        return [torch.cat([prompt, torch.full((16,), -1)]).int() for prompt in given]
+        return [with_answer(prompt, torch.cat([prompt, torch.full((16,), -1)]).int()) for prompt in given]
 
     conversation = Document(torch.arange(100, 130, dtype=torch.int32), torch.arange(100, 107, dtype=torch.int32))
     alone = Document(NONE, torch.tensor([7, 7], dtype=torch.int32))
     settings = RowSettings(length=20, held_out=0.1, written=1.0, prompt_tokens=4, seed=1)
     rows = make_rows([*numbered(20, 40), conversation, alone], settings, write)
     assert sorted(map(len, prompts)) == [2, *[4] * 40, 7]  # two pieces of each text; whole prompts
-    kept = torch.cat([side.flatten() for side in rows])
+    kept = torch.cat([side.tokens.flatten() for side in rows])
+    for tokens, predicts in rows:  # what the target wrote, and nothing before it
+        assert predicts.flatten()[:-1].equal(tokens.flatten()[1:] == -1)
     assert (kept == -1).float().mean() == pytest.approx(0.8, abs=0.05)
     half = make_rows(numbered(200, 40), settings._replace(written=0.5), write)
-    written = torch.cat([side.flatten() for side in half]) == -1
+    written = torch.cat([side.tokens.flatten() for side in half]) == -1
     assert written.float().mean() == pytest.approx(0.4, abs=0.1)
 
 
@@ -152,12 +193,16 @@ def test_a_target_writes_after_each_prompt_what_it_would_write_alone(monkeypatch
         ids = torch.tensor([number])
         return decoder.generate(prompt[None].long(), 6, 1.0, seed=5, sequence_ids=ids).sequences[0].tolist()
 
-    found = [text.tolist() for text in written(target, prompts, 6, 5)]
+    documents = written(target, prompts, 6, 5)
+    found = [document.tokens.tolist() for document in documents]
     in_order = sorted(prompts, key=len)
+    for document, prompt in zip(documents, in_order, strict=True):
+        assert document.prompt.equal(prompt)
+        assert document.answers == ((len(prompt), len(prompt) + 6),)
     assert found == [alone(prompt, number) for number, prompt in enumerate(in_order)]
     end = found[1][7]
     target.generation_config.eos_token_id = [end, 23]
-    ended = [text.tolist() for text in written(target, prompts, 6, 5)]
+    ended = [document.tokens.tolist() for document in written(target, prompts, 6, 5)]
     ends = [next((at for at in range(len(prompt), len(text)) if text[at] in (end, 23)), 99)
             for text, prompt in zip(found, in_order, strict=True)]  # fmt: skip
     assert ended == [text[: at + 1] for text, at in zip(found, ends, strict=True)]
@@ -176,5 +221,5 @@ def test_prompts_that_leave_no_room_are_left_out_and_counted():
     target.config.max_position_embeddings, target.generation_config.eos_token_id = 12, None
     prompts = [torch.ones(size, dtype=torch.int32) for size in (4, 9, 8)]
     texts = written(target, prompts, 4, 0, said.append)
-    assert sorted(map(len, texts)) == [8, 12]
+    assert sorted(len(text.tokens) for text in texts) == [8, 12]
     assert said[0] == "left out 1 of 3 prompts of more than 12 positions with 4 new tokens"
