@@ -99,6 +99,11 @@ def distil(
             sides = {name: side._asdict() for name, side in rows._asdict().items()}
             save_whole({"made_for": made_for, **sides}, work / "rows.pt")
         state = _train(student, teacher, rows, settings, work / "checkpoint.pt", say)
+    if not isinstance(draft, PreTrainedModel):
+        *_, last = state["held_out"].values()
+        measured = last["same_likeliest_token"][0], last["overlap"][0]
+        config: Any = replace(draft.config, acceptance=measured)
+        draft.config = config
     draft.requires_grad_(False)
     for weight in draft.parameters():  # only parameters: rotary frequencies, which are buffers, stay fp32
         weight.data = weight.data.to(target.dtype)

@@ -103,8 +103,15 @@ class TappedDraft(Draft, ABC):
         """Read right-padded sequences LongTensor[B, T] after the target has; starts: as in `Forward.prefill`."""
 
     def usual_acceptance(self, temperature: float) -> Usual:
-        """How often tokens of heads are usually accepted: more often than a small model's, as heads read features."""
-        return TRAINED_HEAD
+        """How often its tokens are accepted, as `distil` measured; else how often those of heads usually are.
+
+        That is more often than a small model's, as heads read features.
+        """
+        measured = getattr(self.config, "acceptance", None)
+        if measured is None:
+            return TRAINED_HEAD
+        greedy, sampled = measured
+        return TRAINED_HEAD._replace(first=greedy if temperature == 0 else sampled)
 
     @abstractmethod
     def unsure_rows(self, levels: int) -> int:

@@ -27,11 +27,14 @@ from heavypath.speculative import (
     new_head,
     new_medusa,
 )
+from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.medusa.heads import MedusaConfig
+from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.training import own_text
 from heavypath.speculative.training.beginnings import default_taps
 from heavypath.speculative.training.documents import Document
 from heavypath.speculative.training.learning import learn
+from heavypath.speculative.trees.tails import TRAINED_HEAD
 
 PROMPT = random_rows(3, 1, 6).tokens.long()
 NONE = torch.zeros(0, dtype=torch.int32)
@@ -262,3 +265,27 @@ def test_the_command_trains_each_kind_of_draft_and_generate_takes_it(kind, heavy
     code, text, _ = heavypath(*continued, "--draft", tmp_path / "draft")
     assert code == 0
     assert text == heavypath(*continued, "--method", "autoregressive")[1]
+
+
+@pytest.mark.parametrize("kind", ["head", "block", "medusa"])
+def test_a_default_tree_is_planned_with_the_acceptance_that_the_training_measured(kind, tmp_path):
+    target = tiny_target()
+    draft = {"head": new_head, "block": new_block, "medusa": lambda target: new_medusa(target, 3)}[kind](target)
+    record = distil(draft, target, texts(), tmp_path / "draft", TINY, say=silent)
+    loaded = load_draft(tmp_path / "draft", target)
+    last = [*record["held_out"].values()][-1]
+    measured = last["same_likeliest_token"][0], last["overlap"][0]
+    assert loaded.config.acceptance == draft.config.acceptance == measured
+    used = as_draft(loaded, forward_of(target, "target"), target)
+    assert (used.usual_acceptance(0.0).first, used.usual_acceptance(0.7).first) == measured
+    assert used.usual_acceptance(0.0).harder == TRAINED_HEAD.harder
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    for wrong in ([0.5], [0.5, 1.5], "0.5"):
+        config["heavypath"]["acceptance"] = wrong
+        (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match="acceptance"):
+            load_draft(tmp_path / "draft", target)
+    del config["heavypath"]["acceptance"]
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+    unknown = as_draft(load_draft(tmp_path / "draft", target), forward_of(target, "target"), target)
+    assert unknown.usual_acceptance(0.0) == TRAINED_HEAD

@@ -21,7 +21,15 @@ from transformers import PreTrainedModel
 from heavypath.speculative.drafts.blocks.config import BlockConfig
 from heavypath.speculative.drafts.blocks.kinds import ASSISTANT, BLOCK_TERMS, check_kind, term_of
 from heavypath.speculative.drafts.blocks.term import BlockTerm
-from heavypath.speculative.drafts.heads.settings import LayerSettings, ModelSettings, layer_shapes, number_in, together
+from heavypath.speculative.drafts.heads.settings import (
+    LayerSettings,
+    ModelSettings,
+    OwnSettings,
+    layer_shapes,
+    measured_acceptance,
+    number_in,
+    together,
+)
 from heavypath.speculative.files.checkpoint import check_config
 from heavypath.speculative.files.typed_json import typed
 
@@ -64,6 +72,7 @@ class BlockSettings(ModelSettings, _LayersSettings, _BlockOptions, total=False):
     sample_from_anchor: bool | None
     sliding_window_non_causal: bool | None
     draft_vocab_size: int | None
+    heavypath: OwnSettings | None
 
 
 def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target: PreTrainedModel) -> BlockConfig:
@@ -104,6 +113,7 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
         target_hidden_size=text.hidden_size,
         vocab_size=vocab,
         draft_vocab_size=drafted or vocab,
+        acceptance=measured_acceptance(settings),
         taps=_taps(options, shapes["layers"], text.num_hidden_layers),
         owns_embedding="embed_tokens.weight" in names or shapes["hidden_size"] != text.hidden_size,
         owns_lm_head="lm_head.weight" in names or shapes["hidden_size"] != text.hidden_size,

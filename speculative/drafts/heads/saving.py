@@ -14,6 +14,11 @@ from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.drafts.heads.settings import OWN_KEY
 
 
+def own_settings(acceptance: tuple[float, float] | None) -> dict[str, Any]:
+    """The key of config.json for what was measured, which `measured_acceptance` reads; nothing for None."""
+    return {} if acceptance is None else {OWN_KEY: {"acceptance": [*acceptance]}}
+
+
 def common_settings(config: TappedConfig) -> dict[str, Any]:
     """The keys of config.json that describe the layers, for heads of all kinds."""
     rope = config.rope_parameters
@@ -32,6 +37,7 @@ def common_settings(config: TappedConfig) -> dict[str, Any]:
         "rope_parameters": rope,
         "attention_bias": "q_proj" in config.biases,
         "tie_word_embeddings": False,
+        **own_settings(config.acceptance),
     }
 
 
@@ -69,14 +75,15 @@ def save_head(head: EagleHead, folder: str | Path, *, with_lm_head: bool = True)
         del tensors["lm_head.weight"]
     if config.generation == 3:
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    common = common_settings(config)
     settings: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3" if config.generation == 3 else "LlamaForCausalLM"],
         "model_type": "llama",
-        **common_settings(config),
+        **common,
         "target_hidden_size": config.target_hidden_size,
         "bias": "fc" in config.biases,
         "mlp_bias": "gate_proj" in config.biases,
-        OWN_KEY: {"taps": config.taps, "feeds_back_normed": config.feeds_back_normed},
+        OWN_KEY: {"taps": config.taps, "feeds_back_normed": config.feeds_back_normed, **common.get(OWN_KEY, {})},
     }
     if config.generation == 3:
         settings |= {

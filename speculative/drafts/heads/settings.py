@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from heavypath.speculative.drafts.heads.config import HeadConfig
+from heavypath.speculative.files.typed_json import typed
 
-# Key for settings that `save_head` adds, because the official keys do not define them.
+# Key for settings that saving adds, because the official keys do not define them.
 OWN_KEY = "heavypath"
 _LINEAR = ("fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _FIRST = "layers.0."
@@ -71,7 +72,10 @@ class _Options(TypedDict, total=False):
     norm_output: bool | None
 
 
-class _OwnSettings(TypedDict, total=False):
+class OwnSettings(TypedDict, total=False):
+    """The fields of `OWN_KEY`."""
+
+    acceptance: list[float] | None
     taps: list[int]
     feeds_back_normed: bool
     lm_head_of_target: bool
@@ -82,7 +86,7 @@ class HeadSettings(ModelSettings, LayerSettings, _Options, total=False):
 
     transformer_layer_config: LayerSettings | None
     eagle_config: _Options | None
-    heavypath: _OwnSettings | None
+    heavypath: OwnSettings | None
     tie_word_embeddings: bool | None
     mask_token_id: int | None
     ptd_token_id: int | None
@@ -125,9 +129,24 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
         norm_before_residual=third and bool(options.get("norm_before_residual")),
         feeds_back_normed=third and bool(own.get("feeds_back_normed", eagle31 and options.get("norm_output"))),
         mask_token_id=_mask(settings, names, text.vocab_size) if third else None,
+        acceptance=measured_acceptance(settings),
         owns_embedding="embed_tokens.weight" in names or width != text.hidden_size,
         owns_lm_head="lm_head.weight" in names or not same_lm_head,
     )
+
+
+def measured_acceptance(settings: Mapping[str, Any]) -> tuple[float, float] | None:
+    """The `acceptance` of `TappedConfig` that a config.json has; None if it has none.
+
+    Raises ValueError for anything but two probabilities.
+    """
+    found = typed(settings.get(OWN_KEY) or {}, OwnSettings, OWN_KEY).get("acceptance")
+    if found is None:
+        return None
+    if len(found) != 2 or not all(0 <= each <= 1 for each in found):
+        raise ValueError(f"config.json gives acceptance {found}, expected two probabilities, at temperature 0 and at 1")
+    greedy, sampled = found
+    return greedy, sampled
 
 
 def layer_shapes(layer: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from heavypath.speculative.drafts.heads.settings import measured_acceptance
 from heavypath.speculative.drafts.medusa.heads import MedusaConfig, MedusaHeads
 from heavypath.speculative.files.checkpoint import Checkpoint, check_config, check_tensors, opened, renamed, shapes_of
 from heavypath.speculative.files.hub import WEIGHTS
@@ -37,7 +38,8 @@ def load_medusa(
     text = target.config.get_text_config()
     with checkpoint.drafting("Medusa heads"):
         tensors = renamed(checkpoint.tensors(WEIGHTS["medusa"]), {})
-        config = _config_of(tensors, text.hidden_size, text.vocab_size)
+        settings = checkpoint.settings()
+        config = _config_of(tensors, text.hidden_size, text.vocab_size, measured_acceptance(settings))
         with torch.device("meta"):
             heads = MedusaHeads(config)
         lm_heads = ", each with an lm_head" if config.owns_lm_heads else ""
@@ -51,7 +53,7 @@ def load_medusa(
             ),
         )
         sizes = {"hidden_size": text.hidden_size} | ({"vocab_size": text.vocab_size} if config.owns_lm_heads else {})
-        check_config(checkpoint.settings(), sizes)
+        check_config(settings, sizes)
         heads = heads.to(dtype or target.dtype).to_empty(device=target.device).requires_grad_(False)
         for name, place in heads.by_name().items():
             place.copy_(tensors[name])
@@ -63,7 +65,9 @@ def is_medusa(checkpoint: Checkpoint) -> bool:
     return any(checkpoint.find(file) for file in WEIGHTS["medusa"])
 
 
-def _config_of(tensors: Mapping[str, Tensor], hidden_size: int, vocab_size: int) -> MedusaConfig:
+def _config_of(
+    tensors: Mapping[str, Tensor], hidden_size: int, vocab_size: int, acceptance: tuple[float, float] | None
+) -> MedusaConfig:
     """The config with the numbers of heads and layers that appear in the tensors' names."""
     layers, lm_heads = ([found for name in tensors if (found := kind.fullmatch(name))] for kind in (_LAYER, _LM_HEAD))
     places = [(int(found[1]), int(found[2]) + 1) for found in layers]
@@ -81,4 +85,5 @@ def _config_of(tensors: Mapping[str, Tensor], hidden_size: int, vocab_size: int)
         hidden_size=hidden_size,
         vocab_size=vocab_size,
         owns_lm_heads=any(lm_heads),
+        acceptance=acceptance,
     )

@@ -30,6 +30,7 @@ class MedusaConfig:
     layers: number of layers of each head, before its lm_head
     hidden_size, vocab_size: the target's
     owns_lm_heads: whether each head has its own lm_head, or uses the target's
+    acceptance: as in `TappedConfig`
     """
 
     heads: int
@@ -37,6 +38,7 @@ class MedusaConfig:
     hidden_size: int
     vocab_size: int
     owns_lm_heads: bool
+    acceptance: tuple[float, float] | None = None
 
     @property
     def model_type(self) -> str:

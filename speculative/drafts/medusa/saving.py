@@ -5,6 +5,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from heavypath.speculative.drafts.heads.saving import own_settings
 from heavypath.speculative.drafts.medusa.heads import MedusaHeads
 from heavypath.speculative.files.hub import WEIGHTS
 
@@ -29,5 +30,6 @@ def save_medusa(heads: MedusaHeads, folder: str | Path, target_name: str | None)
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "torch_dtype": str(heads.weight.dtype).removeprefix("torch."),
+        **own_settings(config.acceptance),
     }
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
