@@ -1,9 +1,11 @@
 """Prompts to train a draft with: eight kinds of work, made from templates and lists of words.
 
     python bench/real/prompts.py --count 1200 > prompts.jsonl      # a conversation on each line, for `heavypath distil`
+    python bench/real/prompts.py --after 1680 --count 16 --suite > held-out.json       # for `heavypath compare --suite`
 
-The kinds are those of the suite (`heavypath compare --suite`), the texts are not: a draft is measured on other prompts
-than those it was trained with. The same seed gives the same prompts.
+The second are the 16 after those of which `smollm2-texts` has answers: alike, and not trained with. The kinds are those
+of the suite (`heavypath compare --suite`), the texts are not: a draft is measured on other prompts than those it was
+trained with. The same seed gives the same prompts.
 """
 
 import argparse
@@ -81,24 +83,45 @@ KINDS: dict[str, Callable[[random.Random], list[str]]] = {
 
 def prompts(count: int, seed: int = 0) -> list[Messages]:
     """`count` different conversations that end with a message of the user, each kind in turn."""
+    return [messages for _, messages in with_kinds(count, seed)]
+
+
+def with_kinds(count: int, seed: int = 0) -> list[tuple[str, Messages]]:
+    """The conversations of `prompts`, each after the name of its kind."""
     random_ = random.Random(seed)
-    found: dict[str, Messages] = {}
-    makers = [*KINDS.values()]
+    found: dict[str, tuple[str, Messages]] = {}
+    kinds = [*KINDS]
     for number in range(20 * count):
-        texts = makers[number % len(makers)](random_)
+        kind = kinds[number % len(kinds)]
+        texts = KINDS[kind](random_)
         roles = ["user", "assistant"] * len(texts)
-        found["\n".join(texts)] = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+        found["\n".join(texts)] = kind, messages
         if len(found) == count:
             return [*found.values()]
     raise ValueError(f"the templates give fewer than {count} different prompts, {len(found)} were found")
 
 
+def suite_of(conversations: Sequence[tuple[str, Messages]]) -> dict[str, list[list[str]]]:
+    """The conversations by their kinds, as `heavypath compare --suite` reads them."""
+    return {
+        kind: [[message["content"] for message in messages] for name, messages in conversations if name == kind]
+        for kind in dict.fromkeys(name for name, _ in conversations)
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1200)
+    parser.add_argument("--after", type=int, default=0, help="leave out so many before them")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--suite", action="store_true", help="print a suite instead of lines")
     given = parser.parse_args()
-    for messages in prompts(given.count, given.seed):
+    conversations = with_kinds(given.after + given.count, given.seed)[given.after :]
+    if given.suite:
+        print(json.dumps(suite_of(conversations), ensure_ascii=False, indent=1))
+        return
+    for _, messages in conversations:
         print(json.dumps({"messages": messages}, ensure_ascii=False))
 
 

@@ -1,5 +1,6 @@
 """bench/real/prompts.py: enough prompts of each kind, other ones than those that a draft is measured with."""
 
+import json
 import sys
 from collections import Counter
 from difflib import SequenceMatcher
@@ -52,6 +53,21 @@ def test_no_prompt_is_one_of_the_suite(making):
             for text in found:
                 matcher.set_seq1(text)
                 assert matcher.find_longest_match().size < max(40, len(asked) / 3)
+
+
+def test_held_out_prompts_are_a_suite_of_all_kinds_and_none_of_those_before(making, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["prompts.py", "--after", "200", "--count", "16", "--suite"])
+    making.main()
+    (tmp_path / "held-out.json").write_text(capsys.readouterr().out)
+    suite = read_suite(tmp_path / "held-out.json")
+    assert {*suite} == {*making.KINDS}
+    held_out = {"\n".join(prompt) for prompts in suite.values() for prompt in prompts}
+    assert len(held_out) == 16
+    assert held_out == {*map(text_of, making.prompts(216)[200:])}
+    monkeypatch.setattr(sys, "argv", ["prompts.py", "--after", "2", "--count", "3"])
+    making.main()
+    lines = [json.loads(line)["messages"] for line in capsys.readouterr().out.splitlines()]
+    assert lines == making.prompts(5)[2:]
 
 
 def test_more_prompts_than_the_templates_give_are_refused(making, monkeypatch):
