@@ -33,7 +33,7 @@ def test_plain_decoding_is_timed_by_its_passes_of_one_token_and_none_without_fig
         run([1], asked())
 
 
-def test_each_counts_with_its_best_number_of_threads_and_the_best_of_llama_cpp_keeps_the_law():
+def test_each_counts_with_its_best_number_of_threads_and_the_best_of_llama_cpp_is_lossless():
     """For two prompts ours takes 1 s and 2 s with one thread, the lossless one of llama.cpp 2 s each with two."""
     peers, timed = script("peers"), script("llama_cpp").Timed
     table = {  # program and seconds for either prompt, by way and number of threads
@@ -42,7 +42,7 @@ def test_each_counts_with_its_best_number_of_threads_and_the_best_of_llama_cpp_k
         ("transformers generate", 2): ("transformers", 8, 8), ("autoregressive", 1): ("ours", 2, 2),
         ("sequoia", 1): ("ours", 1, 2), ("sequoia", 2): ("ours", 3, 3),
     }  # fmt: skip
-    ways = {turn: peers.Way(who, len, keeps_law=turn[0] != "lossy") for turn, (who, *_) in table.items()}
+    ways = {turn: peers.Way(who, len, lossless=turn[0] != "lossy") for turn, (who, *_) in table.items()}
     groups = [{turn: timed(8, row[1 + place], [1, 2]) for turn, row in table.items()} for place in (0, 1)]
     groups[1]["lossy", 1] = timed(8, 0.5, [1, 3])
     sampled = peers.summary(ways, groups, greedy=False)
