@@ -85,6 +85,20 @@ def test_what_is_said_after_a_call_leaves_it_a_call(after, said):
         assert (rest, [each.name for each in calls]) == (said, names)
 
 
+@pytest.mark.parametrize("size", [1, 13, 1000])
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.end])
+def test_an_end_marker_that_is_written_twice_is_no_content_whatever_the_pieces(name, size):
+    form = FORMATS[name]
+    inner = json.dumps(A)
+    if form.tags is not None:
+        inner = f"{form.tags.name[0]}f{form.tags.name[1]}\n{form.tags.end}"
+    text = f"{form.marker}\n{inner}\n{form.end}\n{form.end}Done."
+    reader = CallReader(form, ["f"])
+    said = "".join(reader.add(text[place : place + size]) for place in range(0, len(text), size))
+    rest, calls = ended(reader)
+    assert (said + rest, [each.name for each in calls]) == ("Done.", ["f"])
+
+
 @pytest.mark.timeout(600)  # where each space looks at those behind it, this takes hours
 @pytest.mark.parametrize("text", ["f{}", "f[ARGS]{}", "f{}[ARGS]"])
 def test_spaces_after_a_name_are_read_once(text):

@@ -105,10 +105,10 @@ class CallReader:
     def _behind_call(self, form: ToolFormat, final: bool) -> None:
         """Process what follows a call: its end marker, another call, or content. Raises NotYet if more must come."""
         self._held = self._held.lstrip()
-        if form.end and self._held.startswith(form.end):
+        while form.end and self._held.startswith(form.end):  # models also write the end marker twice
             self._held = self._held[len(form.end) :].lstrip()
             self._is_closed = True
-        elif not final and form.end.startswith(self._held):
+        if not final and form.end.startswith(self._held):
             raise NotYet
         rest = self._held
         for sign in (";", ","):
