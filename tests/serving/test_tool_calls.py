@@ -130,6 +130,25 @@ def test_references_of_each_tool_are_to_its_own_schemas(form, demo_pair):
         assert held.matcher().consume_tokens(tokenizer(written).input_ids) == fits, (name, arguments)
 
 
+@pytest.mark.parametrize("parameters", [
+    None, {}, {"properties": {"x": {"type": "integer"}}}, {"anyOf": [{"properties": {"x": {"type": "integer"}}}, {}]},
+    {"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"x": {}}}}},
+])  # fmt: skip
+@pytest.mark.parametrize("form", [each for each in FORMATS.values() if each.tags is None], ids=lambda each: each.marker)
+def test_arguments_of_a_forced_call_are_an_object_also_by_a_schema_without_a_type(form, parameters, demo_pair):
+    """A call with other arguments would be read as content."""
+    pytest.importorskip("llguidance")
+    given = {"name": "f"} if parameters is None else {"name": "f", "parameters": parameters}
+    tokenizer = demo_pair.tokenizer
+    tools = [Tool.model_validate({"type": "function", "function": given})]
+    held = Grammar(call_source(form, tools, tokenizer), tokenizer, eos_token_id=tokenizer.eos_token_id)
+    for arguments, fits in ({}, True), ({"x": 1}, True), ("text", False), ([], False), (None, False):
+        written = json.dumps({"name": "f", form.arguments: arguments}, separators=(",", ":"))
+        if not form.bare:
+            written = f"{form.marker}\n{written}" if form.end else f"{form.marker}[{written}"
+        assert held.matcher().consume_tokens(tokenizer(written).input_ids) == fits, arguments
+
+
 def test_a_template_says_which_format_its_model_writes():
     tools = "{% if tools %}{{ tools }}{% endif %}"
     assert format_of(tools + "<tool_call>") is FORMATS["hermes"]

@@ -43,7 +43,7 @@ def _schema_of_calls(form: ToolFormat, tools: Sequence[Tool]) -> dict[str, Any]:
     calls = []
     schemas = dict[str, Any]()
     for number, tool in enumerate(tools):
-        arguments = {"type": "object"} if tool.function.parameters is None else tool.function.parameters
+        arguments = {"type": "object", **(tool.function.parameters or {})}  # a schema without a type allows any value
         if "properties" in arguments:
             arguments = {"additionalProperties": False, **arguments}  # a tool could not use further arguments
         # References are paths from the root of a schema, and the tool's schema is no longer the root.
