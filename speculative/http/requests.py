@@ -51,6 +51,11 @@ class Sampling(SamplingFields, Formatted):
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
 
+    @field_validator("n", mode="before")
+    @classmethod
+    def _one_by_default(cls, value: Any) -> Any:
+        return 1 if value is None else value
+
     @field_validator("stream_options")
     @classmethod
     def _only_of_streams(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:

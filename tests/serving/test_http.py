@@ -193,7 +193,8 @@ def test_settings_are_those_of_generate_and_what_asks_for_nothing_is_taken(clien
     assert complete(client, extra_body={"min_tokens": 24}).usage.completion_tokens == 24
     nothing = {"logprobs": None, "best_of": 1, "frequency_penalty": 0.0, "presence_penalty": 0, "logit_bias": {}}
     nothing |= {"suffix": None, "user": "someone", "response_format": {"type": "text"}, "n": 1, "stop": None}
-    assert complete(client, extra_body=nothing).choices[0].text == alone(PROMPT, 24)
+    for n in (1, None):
+        assert complete(client, extra_body=nothing | {"n": n}).choices[0].text == alone(PROMPT, 24)
 
 
 def test_models_are_listed_and_others_are_not_there(client):
