@@ -172,7 +172,16 @@ def schema_source(schema: str | Mapping[str, Any], *, whitespace: bool = True, m
 
 
 def regex_source(pattern: str) -> str:
-    """The source, for `Grammar`, of a grammar of all texts that a regular expression matches as a whole."""
+    """The source, for `Grammar`, of a grammar of all texts that a regular expression matches as a whole.
+
+    Raises ValueError for a pattern that ends within an escape, which llguidance would complete by leaving it out.
+    """
+    backslashes = len(pattern) - len(pattern.rstrip("\\"))
+    if backslashes % 2 == 1:
+        raise ValueError(
+            f"the regular expression {pattern!r} cannot be followed: a backslash at its end escapes nothing; two of "
+            "them match one"
+        )
     return _library().LLMatcher.grammar_from_regex(pattern)
 
 

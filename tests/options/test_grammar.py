@@ -173,6 +173,8 @@ def test_a_grammar_may_mask_more_tokens_than_its_tokenizer_has(letters):
     (lambda each: Grammar.json_schema({"type": "integer", "minimum": 3, "maximum": 1}, each), "minimum .3. is greater"),
     (lambda each: Grammar.regex("(ab", each), r"regular expression '\(ab' cannot be followed: (?s:.*)unclosed group"),
     (lambda each: Grammar.regex("(?=a)b", each), "look-around"),
+    (lambda each: Grammar.regex("a\\", each), "a backslash at its end escapes nothing"),
+    (lambda each: Grammar.regex("a\\\\\\", each), "a backslash at its end escapes nothing"),
     (lambda each: Grammar.lark("start: x y", each), 'Lark grammar cannot be followed: .*unknown name: "x"'),
     (lambda each: Grammar.regex("a", object()), "a grammar needs a fast tokenizer of transformers, got object"),
 ])  # fmt: skip
