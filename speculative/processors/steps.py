@@ -139,15 +139,16 @@ class StepProcessors(LogitChange):
         """The draft's logits after n nodes of each sequence, processed, fp32 [B, n, V]. paths: to these nodes.
 
         A node that must not have children gets a row of -inf: one whose token ends the sequence, one at which a
-        processor's state changes, and every node if a processor's state cannot be read. If a processor makes NaN of
-        -inf, the result is -inf.
+        processor's state changes, and every node if a processor's state cannot be read. If processors make NaN or +inf
+        of -inf, the result is -inf.
 
         Raises ValueError if processors make other NaN or +inf.
         """
         unseen = [sequence is not None and sequence.is_unseen for sequence in self._sequences]
         shown = [() if alone else own for alone, own in zip(unseen, paths, strict=True)]
         out, changes = self._processed(logits, shown, of_target=False)
-        out = out.masked_fill(out.isnan() & (logits == -torch.inf), -torch.inf)
+        is_wrong = out.isnan() | (out == torch.inf)
+        out = out.masked_fill(is_wrong & (logits == -torch.inf), -torch.inf)
         self._check("draft", out, paths)
         ended = [
             [

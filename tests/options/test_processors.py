@@ -340,3 +340,16 @@ def test_no_processor_is_shown_a_row_without_any_token(draft, method, tiny_pair)
     expected = target.generate(ids, **usual, logits_processor=LogitsProcessorList(own))
     out = SpeculativeDecoder(target, draft(), method).generate(ids, 10, eos_token_id=None, logits_processor=own)
     assert torch.equal(out.sequences, expected)
+
+
+@pytest.mark.parametrize("method", ["sequoia", "dyspec"])
+@pytest.mark.parametrize("draft", [PromptLookup, Recall])
+def test_a_token_that_a_draft_excludes_may_become_any_number_by_processors(draft, method, tiny_pair):
+    """remove_invalid_values makes the least number of -inf, of which the wish to end makes +inf."""
+    target = tiny_pair[0]
+    ids = torch.tensor([[1, 2, 3, 1, 2, 3, 1]])
+    settings = {"remove_invalid_values": True, "exponential_decay_length_penalty": (1, 1.7)}
+    usual = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 18, "eos_token_id": EOS, "pad_token_id": 0}
+    expected = target.generate(ids, **usual, **settings)
+    decoder = SpeculativeDecoder(target, draft(), method, tree_size=4)
+    assert torch.equal(target.generate(ids, **usual, **settings, custom_generate=decoder), expected)
