@@ -47,8 +47,11 @@ class TextStream:
 
     def _flush(self, tokens: list[int]) -> None:
         # Decoded together with tokens written before, since some tokenizers drop the space before the first word.
-        self._write(self._text(tokens)[len(self._text(tokens[: self._written])) :])
-        self._tokens = tokens[self._written :] or tokens
+        before = tokens[: self._written]
+        text = self._text(tokens)[len(self._text(before)) :]
+        self._write(text)
+        # Special tokens that are left out are no context: the next word would be the first one of a text.
+        self._tokens = tokens[self._written :] if text else before
         self._written = len(self._tokens)
 
     def _text(self, tokens: list[int]) -> str:

@@ -50,6 +50,15 @@ def test_spaces_that_a_vocabulary_drops_in_front_of_a_text_are_kept():
     assert streamed(tokenizer, [[0], [1], [2], [], [0]]) == [" two", " three", " one", ""]
 
 
+@pytest.mark.parametrize("steps", [[[1], [3], [2]], [[1], [3], [3], [2]], [[3], [1, 3], [2]], [[3, 1], [3, 2]]])
+def test_a_special_token_that_is_left_out_takes_no_space_with_it(steps):
+    words = Tokenizer(WordLevel({"▁one": 0, "▁two": 1, "▁three": 2, "</s>": 3}))
+    words.decoder = decoders.Metaspace(prepend_scheme="first")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
+    assert "".join(streamed(tokenizer, [[0], *steps])) == " two three"
+    assert "".join(streamed(tokenizer, [[0, 3], *steps])) == " two three"
+
+
 @pytest.mark.parametrize("stop", ["größe", "🎉", "return", "e", "\n\t", "é Ω", "語 🎉🎉' +", TEXT, None])
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_a_servers_text_ends_before_the_first_stop_string_wherever_tokens_begin(tokenizer, stop, size):
