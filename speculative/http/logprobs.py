@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from heavypath.speculative.output.text_stream import UNFINISHED
 from heavypath.speculative.serving.logprobs import TokenLogprob
 
 LEAST = -9999.0  # replaces -inf, which JSON cannot express
@@ -50,11 +51,16 @@ class Spelling:
         return {"token": text, "logprob": max(LEAST, logprob or 0.0), "bytes": content}
 
     def _spelled(self, token: int) -> tuple[str, list[int]]:
-        """The text of a token, and the bytes of the text."""
+        """The text of a token within a text, and the bytes of it."""
         if token not in self._known:
-            text = str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
+            text = self._decoded([token])
+            if UNFINISHED not in text:  # some vocabularies drop the space before the first word of a text
+                text = self._decoded([token, token])[len(text) :]
             self._known[token] = text, [*text.encode(errors="replace")]
         return self._known[token]
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
     def _by_text(self, scored: TokenLogprob) -> dict[str, float] | None:
         """The log-probabilities by text of the likeliest tokens and the token itself; None if the token has none.

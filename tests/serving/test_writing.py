@@ -6,6 +6,9 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from heavypath.speculative.http.answers import ChatAnswer, CompletionAnswer, Counted, Piece
 from heavypath.speculative.http.errors import compact
@@ -50,6 +53,18 @@ def test_no_piece_has_more_than_one_place(answer):
     pieces = [*in_pieces(answer.whole([text_of(40), text_of(40, 1)], Counted(1, 80), None))]
     assert len(pieces) > 80
     assert max(map(len, pieces)) < 2500
+
+
+def test_tokens_that_differ_by_a_space_before_them_have_two_texts():
+    """Also with a vocabulary that drops a text's first space, as Llama 2 has."""
+    words = Tokenizer(WordLevel({"one": 0, "▁one": 1, "▁": 2, "</s>": 3}))
+    words.decoder = decoders.Metaspace(prepend_scheme="first")
+    spelling = Spelling(PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>"))
+    scored = [TokenLogprob(1, -0.5, [(1, -0.5), (0, -1.0), (2, -2.0), (3, -3.0)])]
+    found = spelling.completion(scored, 0)
+    assert found["tokens"] == [" one"]
+    assert [*found["top_logprobs"]] == [{" one": -0.5, "one": -1.0, " ": -2.0, "</s>": -3.0}]
+    assert [each["bytes"] for each in spelling.chat(scored)["content"]] == [[*b" one"]]
 
 
 def test_the_thread_is_there_before_it_is_needed(monkeypatch):
