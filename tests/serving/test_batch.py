@@ -15,7 +15,7 @@ from full_disk import file_size
 
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.cli.app import main
-from heavypath.speculative.http.batches.lines import parsed
+from heavypath.speculative.http.batches.lines import parsed, read_lines
 from heavypath.speculative.http.batches.output import LineAnswer, Output
 from heavypath.speculative.http.batches.running import answer_by
 from heavypath.speculative.serving.service import Service
@@ -189,6 +189,22 @@ def test_a_length_by_its_other_name_gets_no_default_beside_it():
 
     assert body(max_completion_tokens=3) == {"seed": 0, "messages": [], "max_completion_tokens": 3}
     assert body()["max_tokens"] == 128
+
+
+def test_a_field_that_is_null_has_its_default():
+    """So the seed is the line's number, and the same text comes after an interruption."""
+    given = {"prompt": "a", "seed": None, "max_tokens": None, "stop": None, "top_p": 0.5}
+    line = parsed(3, json.dumps(given).encode(), {"max_tokens": 128})
+    assert json.loads(line.body) == given | {"seed": 3, "max_tokens": 128}
+
+
+def test_an_error_names_the_line_of_the_file_empty_ones_counted(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text('\n"a"\n\n{broken\n')
+    good, bad = read_lines(path, 0, {})
+    assert (good.number, good.error) == (0, "")
+    assert (bad.number, bad.custom_id) == (1, "1")
+    assert bad.error.startswith("line 4: Expecting property name")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

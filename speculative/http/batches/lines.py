@@ -45,19 +45,22 @@ def read_lines(path: Path, first: int, defaults: Mapping[str, Any], options: str
     options:  what answers depend on besides the line, for the digests
     """
     with path.open("rb") as file:
-        for number, text in enumerate(line for line in file if line.strip()):
+        written = ((place, line) for place, line in enumerate(file, 1) if line.strip())
+        for number, (place, text) in enumerate(written):
             if number >= first:
-                yield parsed(number, text, defaults, options)
+                yield parsed(number, text, defaults, options, place)
 
 
-def parsed(number: int, text: bytes, defaults: Mapping[str, Any], options: str = "") -> Line:
+def parsed(number: int, text: bytes, defaults: Mapping[str, Any], options: str = "", place: int | None = None) -> Line:
     """Parse a line of a batch file; a line that is no valid request gets an error.
 
-    The default seed is the line's number, so that the answer does not depend on when the line is decoded.
+    The default seed is the line's number, so that the answer does not depend on when the line is decoded. A field that
+    is null has its default.
 
     number:   the line's index among the lines that are not empty
     defaults: values for fields that the body leaves out
     options:  what answers depend on besides the line, for the digest
+    place:    the line's index in the file, from 1, for errors (default: number + 1)
     """
     custom_id = str(number)
     try:
@@ -82,10 +85,13 @@ def parsed(number: int, text: bytes, defaults: Mapping[str, Any], options: str =
         if body.get("stream"):
             raise ValueError("stream: an answer in a file is whole; leave it out")
     except (ValueError, RecursionError) as error:  # also text that is no UTF-8
-        return Line(number, custom_id, error=f"line {number + 1}: {error}", digest=_digest(options, "", text.strip()))
+        error_of_line = f"line {place or number + 1}: {error}"
+        return Line(number, custom_id, error=error_of_line, digest=_digest(options, "", text.strip()))
     if body.get("max_completion_tokens") is not None:  # another name of max_tokens
         defaults = {name: value for name, value in defaults.items() if name != "max_tokens"}
-    request = json.dumps({"seed": number, **defaults, **body}).encode()
+    defaults = {"seed": number, **defaults}
+    stated = {name: value for name, value in body.items() if value is not None or name not in defaults}
+    request = json.dumps({**defaults, **stated}).encode()
     return Line(number, custom_id, url, request, digest=_digest(options, url, request))
 
 
