@@ -103,6 +103,8 @@ def source_of(request: Sampling, calls: Calls | None) -> GrammarSource | None:
             return None
         if request.ignore_eos:
             raise ValueError("such a text ends by an end-of-sequence token; leave ignore_eos out")
+        if request.shared().get("min_new_tokens"):
+            raise ValueError("such a text ends when it is complete, which may be earlier; leave min_tokens out")
         if calls is not None and must_call:
             return GrammarSource(calls.source(), "call of a tool", field)
         assert wanted is not None

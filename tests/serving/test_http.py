@@ -350,10 +350,11 @@ def formatted(schema):
     ({"type": "json_object", "json_schema": {"name": "a", "schema": {}}}, "only there"),
     ({"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "more": 1}}, "does not know"),
     (formatted({"type": "null"}), "leave ignore_eos out"),
+    (formatted({"type": "null"}), "leave min_tokens out"),
 ])  # fmt: skip
 def test_a_response_format_that_cannot_be_followed_is_refused(client, response_format, message):
     pytest.importorskip("llguidance")
-    more = {"ignore_eos": True} if "ignore_eos" in message else {}
+    more = {name: 6 if name == "min_tokens" else True for name in ("ignore_eos", "min_tokens") if name in message}
     with pytest.raises(openai.BadRequestError, match=message) as caught:
         chat(client, response_format=response_format, extra_body=more)
     assert more or caught.value.param == "response_format"
