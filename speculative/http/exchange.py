@@ -114,7 +114,7 @@ class Exchange:
         self._gone = False
         self.request = request
         self._form = asked.form
-        _check_stops(request, served.limits)
+        _check_stops(request, served.limits, served.service.vocab_size)
         self._reads_only = request.new_tokens == 0  # the service decodes at least one token, which is then dropped
         options = _options(served, asked) | {"client": client, "group": object()}
         self._silent = frozenset(options["eos_token_id"] or ())
@@ -322,7 +322,7 @@ def overdue(limits: Limits) -> Refusal:
     return Refusal(504, f"the text was not complete within the server's {limits.seconds:g} seconds", code="deadline")
 
 
-def _check_stops(request: Sampling, limits: Limits) -> None:
+def _check_stops(request: Sampling, limits: Limits, vocab_size: int) -> None:
     stops = request.stops
     if len(stops) > limits.stop_strings:
         message = f"stop: expected at most {limits.stop_strings} stop strings, got {len(stops)}"
@@ -331,6 +331,9 @@ def _check_stops(request: Sampling, limits: Limits) -> None:
         if not 0 < len(stop) <= limits.stop_characters:
             message = f"stop: expected strings of 1 to {limits.stop_characters} characters, got one of {len(stop)}"
             raise Refusal(400, message, param="stop")
+    if (largest := max(request.stop_token_ids or [0])) >= vocab_size:
+        message = f"stop_token_ids: expected tokens below {vocab_size}, got {largest}"
+        raise Refusal(400, message, param="stop_token_ids")
 
 
 def _options(served: Served, asked: Asked[Any]) -> dict[str, Any]:

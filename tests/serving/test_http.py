@@ -242,6 +242,7 @@ def test_a_field_that_the_server_does_not_have_is_refused_by_name(base, field):
     ({"prompt": [1 << 20]}, "prompt: expected tokens of at most 1023, got 1048576"),
     ({"max_tokens": 8, "min_tokens": 20}, "min_tokens: expected at most as many as max_tokens, which is 8, got 20"),
     ({"prompt": [1 << 80]}, "less than"),
+    ({"stop_token_ids": [3, 1 << 20]}, "stop_token_ids: expected tokens below 1024, got 1048576"),
     ({"prompt": [True]}, "valid"),
     ({"prompt": 20 * [PROMPT]}, "at most 16 texts"),
     ({"stop": ""}, "1 to 256 characters"),
