@@ -166,6 +166,9 @@ class GenerateCall:
         if "max_new_tokens" not in options:
             raise _unsupported("a stopping_criteria without MaxLengthCriteria", "say max_new_tokens or max_length")
         options["min_new_tokens"] = min(options["min_new_tokens"], options["max_new_tokens"])  # transformers has warned
+        vocabulary = range(target.config.get_text_config(decoder=True).vocab_size)
+        stops = options["eos_token_id"] or ()
+        options["eos_token_id"] = [token for token in stops if token in vocabulary]  # no other token can come
         seed = self.seed
         if seed is None:
             seed = peers.decided(_drawn_seed) if options["temperature"] > 0 else 0
@@ -178,7 +181,7 @@ class GenerateCall:
             # transformers passes None for a mask of ones, which it has been given or has made.
             "attention_mask": torch.ones_like(self.input_ids) if attention_mask is None else attention_mask,
             "seed": seed,
-            "pad_token_id": None if pad is None else int(pad),
+            "pad_token_id": None if pad is None or len(self.input_ids) == 1 else int(pad),  # one text has no padding
             "streamer": None if streamer is None else _OneByOne(streamer, has_prompt),
             "output_scores": self._returns("output_scores"),
             "output_logits": self._returns("output_logits"),

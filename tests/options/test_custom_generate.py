@@ -102,6 +102,17 @@ def test_a_dictionary_of_sequences_with_statistics_is_returned_on_demand(decoder
         assert torch.equal(same.sequences, out.sequences)
 
 
+@pytest.mark.parametrize("settings", [
+    {"eos_token_id": [EOS, 99], "min_new_tokens": 5}, {"eos_token_id": 99}, {"eos_token_id": EOS, "pad_token_id": -1},
+], ids=str)  # fmt: skip
+def test_end_and_padding_tokens_that_a_model_lacks_end_and_pad_nothing(settings, decoder, monkeypatch):
+    """As configurations have them, of tokenizers with more tokens."""
+    target = decoder.target
+    monkeypatch.setattr(target, "generation_config", GenerationConfig(**{"pad_token_id": 0} | settings))
+    expected = target.generate(IDS[:1], max_new_tokens=20)
+    assert torch.equal(target.generate(IDS[:1], max_new_tokens=20, custom_generate=decoder), expected)
+
+
 def test_a_streamer_hears_what_generate_would_tell_it(decoder):
     ours, theirs, bound = Recorder(), Recorder(), Recorder()
     settings = {"max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": 3}
