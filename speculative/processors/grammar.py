@@ -132,7 +132,7 @@ class GrammarProcessor:
             read, ended = before_end(new, ends)
             if not matcher.consume_tokens(read):
                 raise ValueError(f"the tokens {new} are not of the grammar: {matcher.get_error()}")
-            may_follow = words_of(matcher)
+            may_follow = words_of(matcher, ends)
             words.append(words_with(ends, len(may_follow)) if ended else may_follow)
         return masked(scores, torch.stack(words))
 
@@ -216,15 +216,20 @@ def before_end(text: Sequence[int], ends: Sequence[int]) -> tuple[Sequence[int],
     return (text, False) if index is None else (text[:index], True)
 
 
-def words_of(matcher: Any) -> Tensor:
+def words_of(matcher: Any, ends: Sequence[int]) -> Tensor:
     """The tokens that may follow what a matcher has read, as a bit mask, IntTensor[V / 32].
 
-    Token t is bit t mod 32 of word t // 32. Raises ValueError if the parser has failed.
+    Token t is bit t mod 32 of word t // 32. Within a text none of `ends`, the end-of-sequence tokens, may follow: for
+    one that is not special, llguidance sets the bit if its characters may follow. Raises ValueError if the parser has
+    failed.
     """
     words = matcher.compute_bitmask()
     if matcher.is_error():
         raise ValueError(f"the grammar could not be followed any further: {matcher.get_error()}")
-    return torch.frombuffer(bytearray(words), dtype=torch.int32)
+    found = torch.frombuffer(bytearray(words), dtype=torch.int32)
+    if not matcher.is_accepting():
+        found &= ~words_with(ends, len(found))
+    return found
 
 
 def words_with(tokens: Iterable[int], words: int) -> Tensor:

@@ -21,7 +21,7 @@ class GrammarText:
     def __init__(self, grammar: Grammar):
         self._matcher = grammar.matcher()
         self._ends = grammar.eos_token_ids
-        self._size = len(words_of(self._matcher))
+        self._size = len(words_of(self._matcher, self._ends))
         self._at: Path = ()  # the tokens that the matcher has read after the root
         self._ended = False
         self._words: dict[Path, Tensor] = {}  # path to a node of this step -> bit mask of the tokens that may follow
@@ -48,7 +48,7 @@ class GrammarText:
         if path not in self._words:
             ended = self._ended or before_end(path, self._ends)[1]
             if not ended and self._go_to(path):
-                words = words_of(self._matcher)
+                words = words_of(self._matcher, self._ends)
             else:  # after the end only end-of-sequence tokens are allowed; after a token that is not allowed, none
                 words = words_with(self._ends if ended else (), self._size)
             self._words[path] = words

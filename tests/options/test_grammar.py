@@ -155,6 +155,23 @@ def test_a_grammar_whose_end_ends_no_text_leaves_the_end_alone(tiny_pair, letter
     assert re.fullmatch("(ab){2}c?(<end>)+", letters.decode(text).replace(" ", ""))
 
 
+@pytest.mark.parametrize("method", ["sequoia", "dyspec"])
+def test_an_end_token_that_is_a_letter_ends_complete_texts_alone(method, tiny_pair, letters):
+    """As a token of a chat template that the tokenizer does not call special, and whose characters a text may have."""
+    letter = letters.convert_tokens_to_ids("b")
+    ends = [letter, EOS]
+    grammar = Grammar.regex("[abc]{6}", letters, eos_token_id=ends)
+    decoder = SpeculativeDecoder(*tiny_pair, method)
+    prompts = torch.full((32, 1), 2)
+    out = decoder.generate(prompts, 7, temperature=3.0, eos_token_id=ends, logits_processor=[grammar])
+    for text in out.sequences[:, 1:].tolist():
+        assert re.fullmatch("[abc]{6}", letters.decode([token for token in text if token not in ends]).replace(" ", ""))
+    usual = {"max_new_tokens": 7, "eos_token_id": ends, "pad_token_id": EOS, "attention_mask": torch.ones(1, 1)}
+    expected = tiny_pair[0].generate(prompts[:1], **usual, logits_processor=[grammar.as_processor(1)])
+    greedy = decoder.generate(prompts[:1], 7, temperature=0, eos_token_id=ends, logits_processor=[grammar])
+    assert torch.equal(greedy.sequences, expected)
+
+
 def test_a_grammar_may_mask_more_tokens_than_its_tokenizer_has(letters):
     wide = tiny_llama(1, vocab_size=70)
     grammar = Grammar.regex("(ab)*", letters)
@@ -191,7 +208,7 @@ def test_a_grammar_needs_a_token_that_ends_its_texts(tiny_pair, letters):
     assert grammar.eos_token_ids == (3, EOS)
     matcher = grammar.matcher()
     assert matcher.consume_tokens([0])
-    assert int(words_of(matcher)[0]) == 1 << 0 | 1 << 3 | 1 << EOS
+    assert int(words_of(matcher, grammar.eos_token_ids)[0]) == 1 << 0 | 1 << 3 | 1 << EOS
     decoder = SpeculativeDecoder(*tiny_pair)
     with pytest.raises(
         ValueError, match=r"tokens are \[3, 5\], and this sequence ends by one of \[5\]; give Grammar eos_token_id"
