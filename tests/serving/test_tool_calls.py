@@ -309,3 +309,15 @@ def test_a_forced_call_between_tags_follows_its_schema(name, demo_pair):
             reader = CallReader(form, schemas, schemas=schemas)
             reader.add(text)
             assert [each.name for each in ended(reader)[1]] == [function]
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "glm4"])
+@pytest.mark.parametrize("key", ["a{end}b", "a\nb", " a", 257 * "a"])
+def test_an_argument_that_tags_cannot_name_is_refused_where_a_call_is_forced(name, key, demo_pair):
+    """It would be read as another argument."""
+    pytest.importorskip("llguidance")
+    form = FORMATS[name]
+    parameters = {"type": "object", "properties": {key.format(end=form.tags.key[1]): {"type": "boolean"}}}
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})
+    with pytest.raises(ValueError, match="in tags, and cannot write"):
+        call_source(form, [tool], demo_pair.tokenizer)

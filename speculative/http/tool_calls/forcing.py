@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from heavypath.speculative.http.bodies.messages import Tool
 from heavypath.speculative.http.tool_calls.arguments import STRING, referred, types_of
 from heavypath.speculative.http.tool_calls.formats import Tags, ToolFormat
+from heavypath.speculative.http.tool_calls.tagged_calls import MOST_KEY
 from heavypath.speculative.processors.grammar import json_between, lark_source, schema_source
 from heavypath.speculative.processors.grammar_limits import check_schema
 
@@ -85,12 +86,22 @@ class _TaggedCalls:
         given |= {each: {} for each in required if each not in given}
         parts = [*self._between(self._tags.name, tool.function.name), '"\\n"']
         for key, each in given.items():
+            self._check_key(key)
             begin = " ".join(self._between(self._tags.key, key))
             between = '"\\n" ' if self._tags.value[0] else ""
             open_ = self._literal(self._tags.value[0]) if self._tags.value[0] else ""
             argument = self._rule(f'{begin} {between}{open_} {self._line}({self._value(each, schema)}) "\\n"')
             parts.append(argument if key in required else f"{argument}?")
         return self._rule(" ".join([*parts, *([self._literal(self._tags.end)] if self._tags.end else [])]))
+
+    def _check_key(self, key: str) -> None:
+        """Raise ValueError for an argument's name that `read_tags` would not read as it is written."""
+        end = self._tags.key[1]
+        if end in key or "\n" in key or key != key.strip() or len(key) > MOST_KEY:
+            raise ValueError(
+                f"this model writes the names of arguments in tags, and cannot write {key!r:.80}: expected one line of "
+                f"at most {MOST_KEY} characters, without {end} and without spaces around it"
+            )
 
     def _between(self, tags: tuple[str, str], text: str) -> list[str]:
         before, after = tags
