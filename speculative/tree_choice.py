@@ -125,15 +125,15 @@ def as_drafted(method: str, tree: TokenTree, confidence: Confidence | None) -> T
 
 
 def tree_by_estimates(
-    method: str, target: Forward, draft: Draft, batch: int = 1, temperature: float = 1.0, length: int = 0
+    method: str, target: Forward, draft: Draft, batch: int = 1, usual: Usual | None = None, length: int = 0
 ) -> TokenTree | Growth:
     """The fastest tree of a method for `batch` sequences, in heavy-path order, by costs estimated for the device.
 
-    temperature: of the target; how often the draft's tokens are usually accepted depends on it
+    usual: how often the draft's tokens are accepted; default: as usual at temperature 1
     length: of the sequences, see `estimates`
     """
     costs = estimates(target, draft.models, batch, length=length)
-    usual = usual_acceptance(method, draft, temperature)
+    usual = usual or usual_acceptance(method, draft, 1.0)
     tree = default_tree(method, costs, draft.levels, batch, usual)
     if isinstance(tree, TokenTree):
         tree, _ = tree.reordered("heavy_path")

@@ -17,9 +17,10 @@ look at lengths: all its requests share a step's tree, and no request's output m
 
 Sampled output depends on the trees: another tree gives another sample of the same distribution. At temperature 0, and
 with exponential races (ersd), the output does not depend on them. There the trees follow the batch, also while
-sequences end. For other methods they do so only with a profile, because its user wants the fastest trees. Without one
-the whole generation has one tree: that of one sequence if it pays for the batch, or else that of the batch when it
-begins, which is the root alone if drafting does not pay.
+sequences end, and a draft without weights gets a larger tree while it copies. For other methods trees follow the batch
+only with a profile, because its user wants the fastest trees. Without one the whole generation has one tree: that of
+one sequence if it pays for the batch, or else that of the batch when it begins, which is the root alone if drafting
+does not pay.
 """
 
 import inspect
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
     from heavypath.speculative.adapting import Rest
 
 logger = logging.getLogger(__name__)
+
+COPYING = 1 / 4  # misses of a draft that copies text, relative to its usual ones
 
 
 class TreesByBatch:
@@ -287,7 +290,9 @@ class TreeByCosts(TreePolicy):
             return trees.trees
         if self.rest.never_drafts(trees.of(batch), batch):
             return (ROOT,)
-        return tuple(dict.fromkeys((*trees.trees, ROOT)))
+        copying = self._copying(filters, batch)
+        further = [ROOT] if copying is None else [copying, ROOT]
+        return tuple(dict.fromkeys((*trees.trees, *further)))
 
     def for_serving(self, slots: int) -> TreesByBatch:
         """The trees of a service with this many slots.
@@ -311,7 +316,14 @@ class TreeByCosts(TreePolicy):
         def tree_of(running: int, *_: Any) -> TokenTree | Growth:
             return trees.of(running)
 
-        return load("Adapting")(tree_of, rest)
+        return load("Adapting")(tree_of, rest, copying=self._copying(filters, batch))
+
+    def _copying(self, filters: Filters, batch: int) -> TokenTree | Growth | None:
+        """The tree of a single sequence while its draft copies text, see `adapting`; None for drafts with weights."""
+        if batch > 1 or self._draft.models or self._is_fixed or self._is_toy or not self._may_rest(filters):
+            return None
+        usual = usual_acceptance(self._method, self._draft, filters.temperature)
+        return self._tree_of(batch, usual._replace(first=1 - COPYING * (1 - usual.first)))
 
     def expected_gain(self, stats: Statistics, tree: Shape) -> float | None:
         """Measured tokens per step divided by the estimated cost of a step; None if nothing is drafted."""
@@ -372,14 +384,16 @@ class TreeByCosts(TreePolicy):
         return self._tree(standing_for(batch, BATCHES), temperature)
 
     def _tree(self, batch: int, temperature: float) -> TokenTree | Growth:
-        usual = usual_acceptance(self._method, self._draft, temperature)
+        return self._tree_of(batch, usual_acceptance(self._method, self._draft, temperature))
+
+    def _tree_of(self, batch: int, usual: Usual) -> TokenTree | Growth:
         key = (batch, usual)
         if key not in self._found:
-            self._found[key] = self._new_tree(batch, temperature)
+            self._found[key] = self._new_tree(batch, usual)
         return self._found[key]
 
-    def _new_tree(self, batch: int, temperature: float) -> TokenTree | Growth:
-        tree = tree_by_estimates(self._method, self._target, self._draft, batch, temperature, self._length)
+    def _new_tree(self, batch: int, usual: Usual) -> TokenTree | Growth:
+        tree = tree_by_estimates(self._method, self._target, self._draft, batch, usual, self._length)
         logger.debug("the estimated tree for %d sequences: %d nodes, %d levels", batch, len(tree), tree.depth)
         is_alone = batch == 1 and (tree == self.alone or self._is_toy)
         if self._is_fixed or is_alone:

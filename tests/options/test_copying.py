@@ -1,0 +1,85 @@
+"""A draft without weights gets a larger tree while it copies: fewer steps, and the same text."""
+
+import pytest
+import torch
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative import PromptLookup, Recall, SpeculativeDecoder, TokenTree
+from heavypath.speculative.adapting import Adapting
+from heavypath.speculative.decoding.run import SlotNumbers
+from heavypath.speculative.decoding.step import StepPlan
+from heavypath.speculative.tree_policy import TreeByCosts
+from heavypath.speculative.trees.tree import ROOT
+
+USUAL, COPYING = TokenTree.chain(3), TokenTree.chain(7)
+LINE = "import os\n"
+
+
+@pytest.fixture(scope="module")
+def copied(demo_pair):
+    """The shipped target, and a prompt of equal lines, which it goes on with."""
+    target, draft, tokenizer = demo_pair
+    return target, draft, tokenizer(6 * LINE, return_tensors="pt").input_ids
+
+
+@pytest.mark.parametrize(("method", "temperature"), [("sequoia", 0.0), ("ersd", 0.3), ("dyspec", 0.0)])
+def test_a_copy_takes_fewer_steps_and_the_text_stays(method, temperature, copied, monkeypatch):
+    target, _, prompt = copied
+    asked = {"max_new_tokens": 80, "temperature": temperature, "eos_token_id": None, "seed": 2}
+    plain = SpeculativeDecoder(target, None, "autoregressive").generate(prompt, **asked)
+    out = SpeculativeDecoder(target, PromptLookup(), method).generate(prompt, **asked)
+    monkeypatch.setattr(TreeByCosts, "_copying", lambda *_: None)
+    before = SpeculativeDecoder(target, PromptLookup(), method).generate(prompt, **asked)
+    for each in (out, before):
+        assert torch.equal(each.sequences, plain.sequences)
+    assert out.stats.tokens_per_step > 1.3 * before.stats.tokens_per_step
+
+
+@pytest.mark.parametrize(("draft", "method", "temperature", "batch"), [
+    (PromptLookup(), "sequoia", 0.7, 1),  # a sampled text would be another one
+    (PromptLookup(), "sequoia", 0.0, 2),
+    ("model", "sequoia", 0.0, 1),  # its levels cost time, and it does not copy
+])  # fmt: skip
+def test_others_keep_their_trees(draft, method, temperature, batch, copied):
+    target, model, _ = copied
+    decoder = SpeculativeDecoder(target, model if draft == "model" else draft, method)
+    filters = Filters(temperature)
+    usual = decoder.trees.by_batch(filters, batch).trees
+    assert {*decoder.trees.candidates(filters, batch)} - {ROOT} == {*usual} - {ROOT}
+
+
+def test_the_tree_is_larger_than_the_usual_one(copied):
+    target, _, _ = copied
+    for draft in (PromptLookup(), Recall()):
+        trees = SpeculativeDecoder(target, draft).trees
+        usual, larger, root = trees.candidates(Filters(0.0), 1)
+        assert (usual, root) == (trees.tree(Filters(0.0), 1), ROOT)
+        assert larger.depth > 1.5 * usual.depth
+
+
+class Noted:
+    """Stands for a `Rest`; notes what it is asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def after(self, tree, running, tokens, drafted):
+        self.asked.append((tree, tokens, drafted))
+        return tree
+
+
+def test_the_next_tree_is_larger_after_a_step_in_which_all_levels_were_accepted():
+    rest = Noted()
+    adapting = Adapting(lambda *_: USUAL, rest, copying=COPYING)
+    plan = StepPlan(None, None, USUAL, None, (USUAL, COPYING, ROOT))
+    produced = nodes = 0
+    found = []
+    for steps, tokens in enumerate((2, 4, 8, 7, 4, 1), 1):
+        produced += tokens
+        nodes += len(plan.tree)
+        adapting.see(None, None, [SlotNumbers(0, 0, 0, produced, 9, steps, nodes, 0, 0)], None)
+        plan = adapting.replanned(plan, steps, 1, None)
+        found.append(plan.tree)
+    assert found == [USUAL, COPYING, COPYING, USUAL, COPYING, USUAL]
+    drafted = [USUAL, USUAL, COPYING, COPYING, USUAL, COPYING]
+    assert rest.asked == [*zip(found, (2, 4, 8, 7, 4, 1), drafted, strict=True)]
