@@ -24,9 +24,9 @@ def suite() -> None:
     source("suite-demo", also=_settings(every["settings"]))
 
 
-def real() -> None:
+def real(name: str = "suite-smollm2") -> None:
     """A published model by kind of work, a table for each temperature: tokens a pass and speed over plain decoding."""
-    every = results("suite-smollm2")
+    every = results(name)
     for temperature in every["settings"]["temperatures"]:
         cells = {(row["kind"], row["way"]): row for row in every["rows"] if row["temperature"] == temperature}
         ways = [way for way in dict.fromkeys(way for _, way in cells) if "," in way]
@@ -42,12 +42,14 @@ def real() -> None:
         if temperature != every["settings"]["temperatures"][0]:
             cog.outl()
         table([f"T = {temperature:g}", *heads, "plain to transformers"], rows)
-    source("suite-smollm2", also=_settings(every["settings"]))
+    source(name, also=_settings(every["settings"]))
 
 
 def _settings(settings: dict[str, Any]) -> str:
-    count, temperatures = max(settings["prompts"].values()), settings["temperatures"]
-    prompts = f"{count} prompt{'s' * (count > 1)} of each kind"
+    counts, temperatures = settings["prompts"].values(), settings["temperatures"]
+    fewest, most = min(counts), max(counts)
+    number = f"{most}" if fewest == most else f"{fewest} to {most}"
+    prompts = f"{number} prompt{'s' * (most > 1)} of each kind"
     return f"; {prompts}, {settings['max_new_tokens']} new tokens, T = {' and '.join(map('{:g}'.format, temperatures))}"
 
 

@@ -110,9 +110,7 @@ def headline() -> None:
         for temperature in (GREEDY, SAMPLED):
             row = found[temperature][method]
             plain = method.startswith("autoregressive")
-            line.append(spread(row["tokens_per_second"], 0))
-            line.append(over_peers(row) if plain else None)
-            line.append(None if plain else spread(row["over_plain"]))
+            line += [spread(row["tokens_per_second"], 0), over_peers(row), None if plain else spread(row["over_plain"])]
         return line
 
     wanted = {
@@ -124,7 +122,8 @@ def headline() -> None:
         both = zip(*peers, strict=True)
         peers = [[None if pair == (None, None) else " / ".join(map(str, pair)) for pair in both]]
     heads = [f"tokens/s, T = {temperature:g}" for temperature in (GREEDY, SAMPLED)]
-    table(["", heads[0], "compiled code", "speculation", heads[1], "compiled code", "speculation"], [*peers, *rows])
+    ratios = ["over transformers / llama.cpp", "speculation"]
+    table(["", heads[0], *ratios, heads[1], *ratios], [*peers, *rows])
     source("peers")
 
 
