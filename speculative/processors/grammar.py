@@ -194,7 +194,8 @@ def lark_source(grammar: str) -> str:
 def choice_source(texts: Sequence[str]) -> str:
     """The source, for `Grammar`, of a grammar that allows exactly these texts."""
     literals = " | ".join(json.dumps(each, ensure_ascii=False) for each in texts)
-    return _library().LLMatcher.grammar_from_lark(f"start: {literals}\n")
+    escaped = literals.replace("\x7f", r"\u007f")  # which JSON allows within a text, and a grammar does not
+    return _library().LLMatcher.grammar_from_lark(f"start: {escaped}\n")
 
 
 def json_between(before: str, schema: Mapping[str, Any], after: str) -> str:

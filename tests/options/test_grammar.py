@@ -13,10 +13,10 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
 from heavypath.speculative import Grammar, SpeculativeDecoder
 from heavypath.speculative.demo import demo_prompts
-from heavypath.speculative.processors.grammar import masked, words_of
+from heavypath.speculative.processors.grammar import choice_source, masked, words_of
 from heavypath.speculative.processors.matching import GrammarText
 
-pytest.importorskip("llguidance")
+llguidance = pytest.importorskip("llguidance")
 
 SCHEMA = {
     "type": "object",
@@ -50,6 +50,11 @@ def is_of_schema(text):
     assert content["kind"] in ("file", "folder")
     assert len(content["tags"]) <= 3
     return all(re.fullmatch("[a-z]{1,8}", tag) for tag in content["tags"])
+
+
+@pytest.mark.parametrize("text", ["a\x7f", "\x01\n", 'say "a\\b"', "é😀"])
+def test_a_choice_may_have_any_characters(text):
+    assert llguidance.LLMatcher.validate_grammar(choice_source([text, "b"])) == ""
 
 
 def test_json_of_a_schema_is_transformers_text_and_parses(demo_pair):
