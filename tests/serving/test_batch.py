@@ -194,8 +194,9 @@ def test_a_length_by_its_other_name_gets_no_default_beside_it():
 def test_a_field_that_is_null_has_its_default():
     """So the seed is the line's number, and the same text comes after an interruption."""
     given = {"prompt": "a", "seed": None, "max_tokens": None, "stop": None, "top_p": 0.5}
-    line = parsed(3, json.dumps(given).encode(), {"max_tokens": 128})
+    line = parsed(3, json.dumps(given | {"custom_id": None}).encode(), {"max_tokens": 128})
     assert json.loads(line.body) == given | {"seed": 3, "max_tokens": 128}
+    assert line.custom_id == "3"
 
 
 def test_an_error_names_the_line_of_the_file_empty_ones_counted(tmp_path):

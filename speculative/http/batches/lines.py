@@ -69,7 +69,8 @@ def parsed(number: int, text: bytes, defaults: Mapping[str, Any], options: str =
             given = {"prompt": given}
         if not isinstance(given, dict):
             raise ValueError("expected a JSON object or a string")
-        custom_id = str(given.get("custom_id", number))
+        if given.get("custom_id") is not None:
+            custom_id = str(given["custom_id"])
         if "url" in given:
             url = given["url"]
             body = given.get("body")
