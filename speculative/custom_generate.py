@@ -248,6 +248,9 @@ def _check_settings(
         raise _unsupported(f"{CACHE_NAME} of type {type(cache).__name__}", why)
     positions = model_kwargs.get("position_ids")
     mask = model_kwargs.get("attention_mask")
+    if mask is not None and (mask.ne(0).int().diff(dim=-1) < 0).any():
+        why = "without a mask transformers makes one, where pad tokens are zeros; give torch.ones_like(input_ids)"
+        raise _unsupported("an attention_mask with zeros after ones", f"{why} if they are part of the text")
     for given in (positions, mask):
         if isinstance(cache, TextCache) and given is not None and given.shape[-1] != input_ids.shape[1]:
             why = "give the whole text as input_ids; what the cache has of it is found and not computed again"
