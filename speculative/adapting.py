@@ -85,23 +85,25 @@ class Adapting(Watcher):
         self._counts = counts
         self._before: dict[int, tuple[int, int, int]] = {}
         self._tokens: float | None = None
+        self._nodes = 0
 
     def looks_at(self, state: Sequences) -> Tensor | None:
         """The counts of offered and accepted nodes of all steps, if `choose` needs them."""
         return state.counts if self._counts else None
 
     def see(self, stepped: Stepped, state: Sequences, rows: Sequence[SlotNumbers], looked: Tensor | None) -> None:
-        """Called after each step: note its average number of new tokens of a sequence, if any sequence drafted."""
+        """Called after each step: note its average new tokens of a sequence and, if it drafted, its tree's nodes."""
         tokens = 0
-        drafted = False
+        largest = 0
         for row in rows:
             now = (row.produced, row.steps, row.nodes)
             before = self._before.get(row.member, (0, 0, 0))
             produced, steps, nodes = (new - old for new, old in zip(now, before, strict=True))
             self._before[row.member] = now
             tokens = tokens + produced
-            drafted = drafted or nodes > steps
-        self._tokens = tokens / len(rows) if drafted else None
+            largest = max(largest, nodes) if nodes > steps else largest
+        self._tokens = tokens / len(rows) if largest else None
+        self._nodes = largest
 
     def replanned(self, plan: StepPlan, steps: int, running: int, looked: Tensor | None) -> StepPlan:
         """The plan of the next steps: `plan` itself, or with another tree.
@@ -109,12 +111,20 @@ class Adapting(Watcher):
         steps: steps so far; running: sequences that have not ended; looked: the counts, if they are needed
         """
         tree = self._choose(running, steps, looked)
-        drafted = plan.tree if len(plan.tree) > 1 else tree
+        drafted = self._drafted(plan, tree)
         if self._copying is not None and self._tokens is not None and self._tokens > drafted.depth:
             tree = self._copying
         if self._rest is not None:
             tree = self._rest.after(tree, running, self._tokens, drafted)
         return plan if tree == plan.tree else replace(plan, tree=tree)
+
+    def _drafted(self, plan: StepPlan, tree: Shape) -> Shape:
+        """The tree of the last step that was seen. On a GPU that is not the plan's step, which is still under way.
+
+        tree: the one that `choose` returns
+        """
+        known = (plan.tree, tree, self._copying)
+        return next((each for each in known if each is not None and len(each) == self._nodes), tree)
 
 
 class Rest:
