@@ -26,6 +26,7 @@ from heavypath.speculative.models.layer_weights import StreamCounts
 from heavypath.speculative.streaming.file import WeightFile
 from heavypath.speculative.streaming.layout import Chunk, Layout, aligned_memory
 
+LOOK_AGAIN = 0.5  # seconds after which a thread that waits looks for dead ones: who dies with a layer tells nobody
 Read = Callable[[WeightFile, memoryview, int], None]  # fill memory with bytes of a file from an offset on
 
 
@@ -134,7 +135,7 @@ class LayerSlots:
                 while not self._is_there(slot, layer):
                     begin = time.perf_counter() if begin is None else begin
                     self._fill()
-                    self._changed.wait()
+                    self._changed.wait(LOOK_AGAIN)
                 if layer in self._order:
                     self._held[thread] = layer
                     self._position = self._order[layer]

@@ -507,6 +507,28 @@ def test_a_stream_that_is_closed_while_somebody_decodes_raises_an_error_there(mo
     assert "closed" in str(error)
 
 
+def test_a_thread_gets_the_slot_of_one_that_dies_with_a_layer_while_it_waits(tmp_path):
+    save_file({f"l.{n}": torch.full((1000,), n) for n in range(9)}, tmp_path / "layers.safetensors")
+    places = places_in(tmp_path / "layers.safetensors")
+    with LayerStream([{"weight": places[f"l.{n}"]} for n in range(9)]) as stream:
+        slots = stream.slots
+        held = threading.Event()
+
+        def dies():
+            stream.take(0)
+            held.set()
+            while len(slots._asked) == 0:  # until the other one waits
+                time.sleep(0.001)
+
+        def waits():
+            held.wait()
+            stream.take(slots.count)  # of the same slot
+            return int(stream.tensors(slots.count)["weight"][0])
+
+        _, found = in_time(dies, waits)
+        assert found == slots.count
+
+
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
 def test_threads_that_take_layers_at_random_always_find_the_layers_own_bytes(tmp_path, seed):
     """Every layer's numbers are its own; reads fail now and then, and threads take any layer, and die holding one."""

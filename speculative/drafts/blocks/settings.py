@@ -22,9 +22,9 @@ from heavypath.speculative.drafts.blocks.config import BlockConfig
 from heavypath.speculative.drafts.blocks.kinds import ASSISTANT, BLOCK_TERMS, check_kind, term_of
 from heavypath.speculative.drafts.blocks.term import BlockTerm
 from heavypath.speculative.drafts.heads.settings import (
+    AddedSettings,
     LayerSettings,
     ModelSettings,
-    OwnSettings,
     layer_shapes,
     measured_acceptance,
     number_in,
@@ -72,7 +72,7 @@ class BlockSettings(ModelSettings, _LayersSettings, _BlockOptions, total=False):
     sample_from_anchor: bool | None
     sliding_window_non_causal: bool | None
     draft_vocab_size: int | None
-    heavypath: OwnSettings | None
+    heavypath: AddedSettings | None
 
 
 def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target: PreTrainedModel) -> BlockConfig:

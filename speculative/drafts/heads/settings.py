@@ -72,7 +72,7 @@ class _Options(TypedDict, total=False):
     norm_output: bool | None
 
 
-class OwnSettings(TypedDict, total=False):
+class AddedSettings(TypedDict, total=False):
     """The fields of `OWN_KEY`."""
 
     acceptance: list[float] | None
@@ -86,7 +86,7 @@ class HeadSettings(ModelSettings, LayerSettings, _Options, total=False):
 
     transformer_layer_config: LayerSettings | None
     eagle_config: _Options | None
-    heavypath: OwnSettings | None
+    heavypath: AddedSettings | None
     tie_word_embeddings: bool | None
     mask_token_id: int | None
     ptd_token_id: int | None
@@ -140,7 +140,7 @@ def measured_acceptance(settings: Mapping[str, Any]) -> tuple[float, float] | No
 
     Raises ValueError for anything but two probabilities.
     """
-    found = typed(settings.get(OWN_KEY) or {}, OwnSettings, OWN_KEY).get("acceptance")
+    found = typed(settings.get(OWN_KEY) or {}, AddedSettings, OWN_KEY).get("acceptance")
     if found is None:
         return None
     if len(found) != 2 or not all(0 <= each <= 1 for each in found):
