@@ -4,8 +4,7 @@ loses.
 `Adapting` chooses the tree before each step. `Rest` pauses drafting where it does not pay.
 
 A draft that copies text is right for long, or hardly at all. So after a step in which a node of every level was
-accepted, the next step has a larger tree: `copying`, the best one if the misses are a quarter of the usual ones. A
-third tree, still larger, brought nothing more to answers of SmolLM2 at temperature 0.
+accepted, the next step has a larger tree: `copying`, the best one if the misses are a quarter of the usual ones.
 
 A step with a tree of n nodes and d levels costs (t(n) + d c) / t(1) steps of plain decoding, and saves one such step
 for each token. The loss of drafting so far, but never less than -SAVED, decides whether to pause (CUSUM, Page 1954):

@@ -177,7 +177,6 @@ def _train(
         step, chosen, by_depth = batch
         begin = step % student.stride
         parts.rows = state["rows_at_once"]
-
         predicts = rows.train.predicts[chosen, begin:]
 
         def of_part(part: Tensor) -> Learnt:

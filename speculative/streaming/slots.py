@@ -26,7 +26,8 @@ from heavypath.speculative.models.layer_weights import StreamCounts
 from heavypath.speculative.streaming.file import WeightFile
 from heavypath.speculative.streaming.layout import Chunk, Layout, aligned_memory
 
-LOOK_AGAIN = 0.5  # seconds after which a thread that waits looks for dead ones: who dies with a layer tells nobody
+# Seconds after which a waiting thread looks for ended ones: a thread that ends while it holds a layer notifies nobody.
+LOOK_AGAIN = 0.5
 Read = Callable[[WeightFile, memoryview, int], None]  # fill memory with bytes of a file from an offset on
 
 

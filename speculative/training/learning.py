@@ -70,8 +70,10 @@ def learn(
         outputs = student.outputs(rows, len(weights))
     zeros = partial(torch.zeros, dtype=torch.float32, device=outputs[0].device)
     found = Learnt(zeros(()), zeros(len(outputs)))
-    found.overlaps[[depth for depth, weight in enumerate(weights[: len(outputs)]) if not weight]] = torch.nan
     gradients = {depth: torch.zeros_like(output) for depth, output in enumerate(outputs) if weights[depth]}
+    for depth in range(len(outputs)):
+        if depth not in gradients:
+            found.overlaps[depth] = torch.nan
     counts = _counts(student, _predicts(rows) if batch is None else batch, outputs)
     for depth, row, entries, _, target_logprobs in _pieces(student, rows, target_logits, outputs):
         if depth not in gradients:
@@ -124,7 +126,7 @@ def measure_agreement(
             best = draft_logits.argmax(-1)
             best = best if student.tokens is None else student.tokens[best]
             same = (best == logits.argmax(-1)).float()
-            found[:, depth] += torch.stack([overlap.sum(), same.sum(), torch.ones_like(same).sum()])
+            found[:, depth] += torch.stack([overlap, same, torch.ones_like(same)]).sum(1)
         return found
 
     numbers = torch.arange(len(tokens), device=tokens.device)
