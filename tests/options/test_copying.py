@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from tiny_models import tiny_llama
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import PromptLookup, Recall, SpeculativeDecoder, TokenTree
+from heavypath.speculative import PromptLookup, Recall, SpeculativeDecoder, TokenTree, tree_choice, tree_policy
 from heavypath.speculative.adapting import Adapting
+from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.decoding.run import SlotNumbers
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.tree_policy import TreeByCosts
@@ -116,10 +118,15 @@ def test_it_is_the_same_where_the_host_sees_a_step_while_the_next_one_runs():
     assert [each.tree for each in launched[2:]] == [COPYING] * 4 + [USUAL] * 2 + [COPYING]
 
 
-def test_a_copy_takes_fewer_steps_where_steps_are_graphs(copied, as_on_a_gpu, monkeypatch):
-    target, _, prompt = copied
+def test_a_copy_takes_fewer_steps_where_steps_are_graphs(as_on_a_gpu, monkeypatch):
+    target = tiny_llama(10, layers=1, hidden_size=32)
+    prompt = torch.full((1, 8), 4)  # its greedy text goes on so
+    monkeypatch.setattr(tree_choice, "TOY_BYTES", 0)
+    costs = Costs({nodes: 1 + nodes / 16 for nodes in range(1, 17)}, level=0.01)  # as if it were larger
+    for each in (tree_choice, tree_policy):
+        monkeypatch.setattr(each, "estimates", lambda *_, **__: costs)
     as_on_a_gpu()
-    asked = {"max_new_tokens": 64, "temperature": 0.0, "eos_token_id": None}
+    asked = {"max_new_tokens": 40, "temperature": 0.0, "eos_token_id": None}
     out = SpeculativeDecoder(target, PromptLookup(), cuda_graphs=True).generate(prompt, **asked)
     monkeypatch.setattr(TreeByCosts, "_copying", lambda *_: None)
     before = SpeculativeDecoder(target, PromptLookup(), cuda_graphs=True).generate(prompt, **asked)
