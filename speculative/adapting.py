@@ -35,6 +35,7 @@ alone, so all ranks make the same one, and so does every run of a program.
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -71,12 +72,19 @@ class Adapting(Watcher):
 
     choose: returns the best tree, given the number of running sequences, the steps so far, and counts of acceptance
     rest: decides when the draft rests; None if it never does
+    first: the tree of the first step
     copying: the tree after a step in which all levels were accepted; None for the one that `choose` returns
     counts: whether `choose` gets the counts, LongTensor[2, any], of offered and accepted children; otherwise None
     """
 
     def __init__(
-        self, choose: Choose, rest: "Rest | None" = None, *, copying: Shape | None = None, counts: bool = False
+        self,
+        choose: Choose,
+        rest: "Rest | None" = None,
+        *,
+        first: Shape = ROOT,
+        copying: Shape | None = None,
+        counts: bool = False,
     ):
         self._choose = choose
         self._rest = rest
@@ -84,25 +92,31 @@ class Adapting(Watcher):
         self._counts = counts
         self._before: dict[int, tuple[int, int, int]] = {}
         self._tokens: float | None = None
-        self._nodes = 0
+        self._next = first
+        self._launched: deque[Shape] = deque()  # trees of steps that were not seen yet; on a GPU one is under way
+        self._seen = first
 
     def looks_at(self, state: Sequences) -> Tensor | None:
         """The counts of offered and accepted nodes of all steps, if `choose` needs them."""
         return state.counts if self._counts else None
 
+    def before(self, state: Sequences) -> None:
+        """Called before each step: note its tree."""
+        self._launched.append(self._next)
+
     def see(self, stepped: Stepped, state: Sequences, rows: Sequence[SlotNumbers], looked: Tensor | None) -> None:
-        """Called after each step: note its average new tokens of a sequence and, if it drafted, its tree's nodes."""
+        """Called after each step: note its tree and, if it drafted, the average new tokens of a sequence."""
+        self._seen = self._launched.popleft()
         tokens = 0
-        largest = 0
+        has_drafted = False
         for row in rows:
             now = (row.produced, row.steps, row.nodes)
             before = self._before.get(row.member, (0, 0, 0))
             produced, steps, nodes = (new - old for new, old in zip(now, before, strict=True))
             self._before[row.member] = now
             tokens = tokens + produced
-            largest = max(largest, nodes) if nodes > steps else largest
-        self._tokens = tokens / len(rows) if largest else None
-        self._nodes = largest
+            has_drafted = has_drafted or nodes > steps
+        self._tokens = tokens / len(rows) if has_drafted else None
 
     def replanned(self, plan: StepPlan, steps: int, running: int, looked: Tensor | None) -> StepPlan:
         """The plan of the next steps: `plan` itself, or with another tree.
@@ -110,20 +124,12 @@ class Adapting(Watcher):
         steps: steps so far; running: sequences that have not ended; looked: the counts, if they are needed
         """
         tree = self._choose(running, steps, looked)
-        drafted = self._drafted(plan, tree)
-        if self._copying is not None and self._tokens is not None and self._tokens > drafted.depth:
+        if self._copying is not None and self._tokens is not None and self._tokens > self._seen.depth:
             tree = self._copying
         if self._rest is not None:
-            tree = self._rest.after(tree, running, self._tokens, drafted)
+            tree = self._rest.after(tree, running, self._tokens, self._seen)
+        self._next = tree
         return plan if tree == plan.tree else replace(plan, tree=tree)
-
-    def _drafted(self, plan: StepPlan, tree: Shape) -> Shape:
-        """The tree of the last step that was seen. On a GPU that is not the plan's step, which is still under way.
-
-        tree: the one that `choose` returns
-        """
-        known = (plan.tree, tree, self._copying)
-        return next((each for each in known if each is not None and len(each) == self._nodes), tree)
 
 
 class Rest:

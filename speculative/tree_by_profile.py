@@ -236,7 +236,7 @@ class TreeByProfile(TreePolicy):
         rest = self._rest(filters)
         if rest is not None:
             rest.begin(plan.tree, rests=plan.tree != shapes.trees[0])
-        return Adapting(BestShape(plan, shapes), rest, counts=True)
+        return Adapting(BestShape(plan, shapes), rest, first=plan.tree, counts=True)
 
     def to_warm_up(self, filters: Filters, batch: int) -> Callable[[int], Shape] | None:
         """A function from the number of running sequences to its tree; None with `replan`, which may use any shape."""

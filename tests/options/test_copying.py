@@ -13,7 +13,7 @@ from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.tree_policy import TreeByCosts
 from heavypath.speculative.trees.tree import ROOT
 
-USUAL, COPYING = TokenTree.chain(3), TokenTree.chain(7)
+USUAL, COPYING = TokenTree.independent(2, 3), TokenTree.chain(6)  # of as many nodes
 LINE = "import os\n"
 
 
@@ -71,16 +71,16 @@ class Noted:
 
 
 class Seen:
-    """Reports steps to an `Adapting`: their tokens, and how many nodes their trees had."""
+    """Reports steps to an `Adapting`: their tokens, and that they drafted."""
 
     def __init__(self, adapting):
         self.adapting = adapting
         self.produced = self.steps = self.nodes = 0
 
-    def __call__(self, tree, tokens):
+    def __call__(self, tokens):
         self.steps += 1
         self.produced += tokens
-        self.nodes += len(tree)
+        self.nodes += 2
         row = SlotNumbers(0, 0, 0, self.produced, 9, self.steps, self.nodes, 0, 0)
         self.adapting.see(None, None, [row], None)
 
@@ -91,28 +91,31 @@ def plan_of(tree):
 
 def test_the_next_tree_is_larger_after_a_step_in_which_all_levels_were_accepted():
     rest = Noted()
-    adapting = Adapting(lambda *_: USUAL, rest, copying=COPYING)
+    adapting = Adapting(lambda *_: USUAL, rest, first=USUAL, copying=COPYING)
     see = Seen(adapting)
     plan = plan_of(USUAL)
     found = []
-    for tokens in (2, 4, 8, 7, 4, 1):
-        see(plan.tree, tokens)
+    for tokens in (2, 4, 7, 6, 4, 1):
+        adapting.before(None)
+        see(tokens)
         plan = adapting.replanned(plan, see.steps, 1, None)
         found.append(plan.tree)
     assert found == [USUAL, COPYING, COPYING, USUAL, COPYING, USUAL]
     drafted = [USUAL, USUAL, COPYING, COPYING, USUAL, COPYING]
-    assert rest.asked == [*zip(found, (2, 4, 8, 7, 4, 1), drafted, strict=True)]
+    assert rest.asked == [*zip(found, (2, 4, 7, 6, 4, 1), drafted, strict=True)]
 
 
 def test_it_is_the_same_where_the_host_sees_a_step_while_the_next_one_runs():
     """As on a GPU: the plan is of a step whose tokens are not known yet."""
     rest = Noted()
-    adapting = Adapting(lambda *_: USUAL, rest, copying=COPYING)
+    adapting = Adapting(lambda *_: USUAL, rest, first=USUAL, copying=COPYING)
     see = Seen(adapting)
     launched = [plan_of(USUAL), plan_of(USUAL)]
+    adapting.before(None)
     for all_levels in (True, True, True, True, False, False, True):
+        adapting.before(None)
         seen = launched[see.steps].tree
-        see(seen, seen.depth + 1 if all_levels else 1)
+        see(seen.depth + 1 if all_levels else 1)
         launched.append(adapting.replanned(launched[-1], see.steps, 1, None))
         assert rest.asked[-1][2] == seen
     assert [each.tree for each in launched[2:]] == [COPYING] * 4 + [USUAL] * 2 + [COPYING]
