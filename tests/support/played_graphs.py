@@ -461,7 +461,7 @@ def _computed(function, args, kwargs):
     """What an operation gives in a capture, where indices may be anything, since what they come from has not run."""
     try:
         return function(*args, **kwargs)
-    except (IndexError, RuntimeError):
+    except (IndexError, RuntimeError, ValueError):
         valid = tree_map_only(Tensor, lambda one: one if one.is_floating_point() else torch.zeros_like(one), args)
         return function(*valid, **kwargs)
 
