@@ -20,8 +20,9 @@ class FiltersStruct(Structure):
     @classmethod
     def of(cls, filters: Filters) -> "FiltersStruct":
         """Convert filters; those that are off get neutral numbers."""
+        top_k = int(filters.top_k or 0)  # a tensor of 32 bits would not be compared with more bits
         top_p = 1.0 if filters.top_p is None else filters.top_p
-        return cls(filters.temperature, min(filters.top_k or 0, 2**63 - 1), top_p, filters.min_p or 0.0)
+        return cls(filters.temperature, min(top_k, 2**63 - 1), top_p, filters.min_p or 0.0)
 
 
 class _Draw(Arguments):

@@ -36,6 +36,14 @@ def test_draws_are_those_of_the_reference(vocab):
         assert same(*pair, within=1e-5), options
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
+def test_top_k_in_a_tensor_of_any_integers_is_the_same_as_its_number(dtype):
+    logits = torch.randn(3, 40)
+    drawn = gumbel_topk(logits, 8, top_k=torch.tensor(5, dtype=dtype), impl="native")
+    assert same(drawn, gumbel_topk(logits, 8, top_k=5, impl="native"))
+    assert (drawn.tokens[:, 5:] == -1).all()
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("method", VERIFICATION_METHODS)
 def test_what_is_accepted_is_what_the_reference_accepts(method):
