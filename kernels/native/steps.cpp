@@ -57,7 +57,7 @@ struct Compaction {
 enum Field { ROOT, PREVIOUS, LENGTHS, PRODUCED, LEFT, STEPS, NODES, MEMBER };
 
 struct Commit {
-    int64_t batch, nodes, path_length, stops, branching, vocab, count_slots;
+    int64_t batch, nodes, path_length, stops, branching, vocab;
     int64_t* numbers;        // rows `number_step` apart
     int64_t number_step;
     int64_t* output;         // rows `output_step` apart
@@ -65,7 +65,8 @@ struct Commit {
     const int64_t* stop;
     uint8_t* seen;           // rows `seen_step` apart; vocab is 0 where nobody asks
     int64_t seen_step;
-    int64_t* counts;         // [2, count_slots]
+    int64_t* counts;         // two rows `counts_step` apart
+    int64_t counts_step;
     const int64_t *tokens, *parents, *ranks, *depths;  // [B, N]; of the last three sequences lie
     int64_t tree_step;                                 // this far apart: N, or 0 for all the same
     const int64_t *path, *length, *after;
@@ -91,7 +92,7 @@ inline void commit_one(const Commit& c, int64_t b) {
         if (above + 1 >= c.path_length || tokens[node] < 0 || path[above] != c.parents[step + node]) continue;
         const int64_t slot = above * c.branching + c.ranks[step + node];
         c.counts[slot]++;
-        c.counts[c.count_slots + slot] += path[above + 1] == node;
+        c.counts[c.counts_step + slot] += path[above + 1] == node;
     }
     number(PREVIOUS) = tokens[path[length]];
     number(ROOT) = std::max<int64_t>(after, 0);

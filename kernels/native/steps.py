@@ -43,8 +43,8 @@ class _Compaction(Arguments):
 
 class _Commit(Arguments):
     _fields_ = fields(
-        "batch nodes path_length stops branching vocab count_slots *numbers number_step *output output_step *stop "
-        "*seen seen_step *counts *tokens *parents *ranks *depths tree_step *path *length *after"
+        "batch nodes path_length stops branching vocab *numbers number_step *output output_step *stop "
+        "*seen seen_step *counts counts_step *tokens *parents *ranks *depths tree_step *path *length *after"
     )
 
 
@@ -170,8 +170,8 @@ def commit(
     shapes = [nodes.parents, nodes.ranks, depths]
     one_shape = all(each.dim() == 1 for each in shapes)
     if not one_shape:
-        shapes = [each.expand(batch, -1).contiguous() for each in shapes]
-    parents, ranks, depths = shapes
+        shapes = [each.expand(batch, -1) for each in shapes]
+    parents, ranks, depths = (each.contiguous() for each in shapes)
     path, length, after = (each.contiguous() for each in verified)
     call = _Commit(
         batch,
@@ -180,7 +180,6 @@ def commit(
         stops.shape[0],
         branching,
         seen.shape[1],
-        counts.shape[1],
         numbers,
         numbers.stride(0),
         output,
@@ -189,7 +188,8 @@ def commit(
         seen,
         seen.stride(0),
         counts,
-        nodes.tokens,
+        counts.stride(0),
+        nodes.tokens.contiguous(),
         parents,
         ranks,
         depths,

@@ -29,6 +29,15 @@ def test_shapes_at_the_edge(impl):
         assert torch.equal(found, right)
 
 
+@IMPLS
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_the_numbers_of_a_tree_may_lie_apart_in_memory(per_sequence, impl):
+    problem = Problem(6, per_sequence=per_sequence)
+    tokens, *shape = (torch.stack([field, field + 1], -1)[..., 0] for field in (problem.tokens, *problem.shape))
+    problem.tokens, problem.shape = tokens, shape
+    problem.check(impl)
+
+
 @pytest.mark.parametrize("batch", [4, pytest.param(217, marks=pytest.mark.slow)])
 def test_a_commit_is_right_in_any_schedule(batch, adversary):
     Problem(adversary.seed, batch=batch, per_sequence=True).check("triton")

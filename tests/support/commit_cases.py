@@ -55,6 +55,7 @@ class Problem:
     def committed(self, impl):
         state = self.whole, self.output, self.seen, self.counts
         whole, output, seen, counts = (field.to(DEVICE, copy=True) for field in state)
+        counts = torch.cat([counts, counts], 1)[:, : counts.shape[1]]  # rows need not be adjacent
         tokens, parents, ranks, depths = (field.to(DEVICE) for field in (self.tokens, *self.shape))
         verified = Verified(*(field.to(DEVICE) for field in (self.path, self.length, self.after)))
         state = State(whole[:, : self.batch], output, self.stops.to(DEVICE), seen, counts)
