@@ -16,8 +16,9 @@ struct First {
 };
 
 struct Place {
-    int64_t batch, nodes, given, children, drawn, whole;
-    int64_t* tokens;                              // [B, nodes], in place
+    int64_t batch, given, children, drawn, whole;
+    int64_t* tokens;                              // [B, tokens_step], in place
+    int64_t tokens_step;
     const int64_t *noise_rows;                    // [B, noise_step]
     int64_t noise_step;
     const int64_t *roots, *lengths, *left;        // [B]
@@ -124,7 +125,7 @@ void first_nodes(const First* call) {
 void place(const Place* call) {
     const int64_t all = call->batch * call->given;
     for (int64_t b = 0; b < call->batch; b++) {
-        int64_t *tokens = call->tokens + b * call->nodes, *out = call->out + b * call->given;
+        int64_t *tokens = call->tokens + b * call->tokens_step, *out = call->out + b * call->given;
         tokens[0] = call->roots[b];
         for (int64_t i = 0; i < call->children; i++)
             tokens[call->child[i]] = call->drawn_tokens[b * call->drawn + call->draw[i]];

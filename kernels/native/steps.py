@@ -20,8 +20,8 @@ class _First(Arguments):
 
 class _Place(Arguments):
     _fields_ = fields(
-        "batch nodes given children drawn whole *tokens *noise_rows noise_step *roots *lengths *left *drawn_tokens "
-        "*child *draw *node *parent *depth *out"
+        "batch given children drawn whole *tokens tokens_step *noise_rows noise_step *roots *lengths *left "
+        "*drawn_tokens *child *draw *node *parent *depth *out"
     )
 
 
@@ -60,22 +60,25 @@ def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -> 
 
 def place(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) -> NodeInputs:
     """Write drawn tokens into the trees, in place, and return the nodes of the next pass."""
-    tokens, roots, noise_rows, lengths, left, _ = trees
-    batch, nodes = tokens.shape
-    drawn_tokens, child, draw, scored = drawn or (None, None, None, None)
-    if scored is not None:
-        copy_rows(scored.logits, scored.of_trees, scored.rows)
-    node, parent, depth = given
+    tokens, _, noise_rows, *_ = trees
+    roots, lengths, left = (each.contiguous() for each in (trees.roots, trees.lengths, trees.left))
+    batch = len(tokens)
+    drawn_tokens = child = draw = None
+    if drawn is not None:
+        drawn_tokens, child, draw = (each.contiguous() for each in drawn[:3])
+        if drawn.scored is not None:
+            copy_rows(drawn.scored.logits, drawn.scored.of_trees, drawn.scored.rows)
+    node, parent, depth = (each.contiguous() for each in given)
     out = torch.empty(5, batch, node.shape[0], dtype=torch.long, device="cpu")
     noise_rows = noise_rows if noise_rows.stride(1) == 1 else noise_rows.contiguous()
     call = _Place(
         batch,
-        nodes,
         node.shape[0],
         0 if child is None else child.shape[0],
         0 if drawn_tokens is None else drawn_tokens.shape[1],
         whole,
         tokens,
+        tokens.stride(0),
         noise_rows,
         noise_rows.stride(0),
         roots,

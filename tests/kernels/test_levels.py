@@ -43,6 +43,25 @@ def test_a_level_and_a_tree_by_hand(impl):
     assert fed.noise_rows.tolist() == noise.tolist()
 
 
+@pytest.mark.parametrize("impl", ["torch", NATIVE])
+def test_the_numbers_of_trees_and_draws_may_lie_apart_in_memory(impl):
+    def apart(rows):
+        return torch.stack([rows, -rows], -1)[..., 0]
+
+    numbers = torch.tensor([[4, 5], [10, 20], [9, 2]])  # roots, lengths, left
+    drawn = torch.tensor([[7, 8], [-1, 9]]), torch.tensor([1, 3]), torch.tensor([1, 0])
+    nodes = torch.tensor([[0, 1, 2, 3], [-1, 0, 1, 0], [0, 1, 2, 1]])
+    found = []
+    for lay in (torch.clone, apart):
+        room = torch.full((2, 9), 6)
+        root, lengths, left = map(lay, numbers)
+        trees = Trees(room[:, :4], root, lay(torch.arange(8).view(2, 4)), lengths, left, None)
+        fed = place(trees, Drawn(*map(lay, drawn)), CommonNodes(*map(lay, nodes)), whole=True, impl=impl)
+        found.append([field.tolist() for field in (*fed, room)])
+    assert found[0] == found[1]
+    assert found[0][-1] == [[4, 8, 6, 7, *[6] * 5], [5, 9, -1, -1, *[6] * 5]]
+
+
 @EACH
 @pytest.mark.parametrize(("vocab", "dtype"), [(1, torch.float32), (2049, torch.bfloat16)])
 def test_logits_that_tokens_were_drawn_from_are_stored_in_their_rows_and_nowhere_else(vocab, dtype, impl):
