@@ -92,7 +92,8 @@ def check_tokens(documents: Iterable[Document], vocab_size: int) -> None:
 def _of_lines(file: Path, content: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
     texts = []
     prompts = []
-    for number, line in enumerate(content.splitlines(), start=1):
+    # Not splitlines, which also breaks at U+2028 and others, and JSON may have these in its strings.
+    for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{file}, line {number}"
