@@ -334,7 +334,8 @@ def _parts(draft: str) -> list[tuple[str, str]]:
     Raises ValueError if only some drafts have levels, and for a merge of one draft or with levels.
     """
     merges = draft.startswith(MERGE)
-    if ("+" not in draft and not merges) or Path(draft).expanduser().exists():
+    path = Path(draft.removeprefix("retrieval:")).expanduser()  # which may have a + in its name
+    if ("+" not in draft and not merges) or path.exists():
         return []
     parts: list[tuple[str, str]] = []
     for part in draft.removeprefix(MERGE).split("+"):

@@ -52,6 +52,14 @@ def test_texts_of_a_published_model_are_of_its_vocabulary_alone(demo_pair):
         load_draft("smollm2-texts", Pair(demo_pair.target, None, demo_pair.tokenizer))
 
 
+def test_a_folder_of_texts_may_have_a_plus_in_its_name(demo_pair, tmp_path):
+    texts = tmp_path / "c++"
+    texts.mkdir()
+    (texts / "main.cc").write_text("int main() {}")
+    draft = load_draft(f"retrieval:{texts}", Pair(demo_pair.target, None, demo_pair.tokenizer))
+    assert isinstance(draft, Retrieval)
+
+
 def test_a_package_without_texts_says_so(demo_pair, monkeypatch, tmp_path):
     monkeypatch.setitem(SHIPPED, "smollm2-texts", f"retrieval:{tmp_path / 'smollm2.safetensors'}")
     with pytest.raises(FileNotFoundError, match=r"built with HEAVYPATH_DEMO=0; .* or take the draft recall"):
