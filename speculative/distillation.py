@@ -238,7 +238,8 @@ def _states(
             return taught._replace(predicts=rows.predicts[chosen, begin:])
 
         return computed, teacher.logits
-    free = shutil.disk_usage(work).free
+    taken = sum(512 * file.stat().st_blocks for file in (work / "kept").glob("*"))  # by the run that is resumed
+    free = shutil.disk_usage(work).free + taken
     if size > free:
         raise OSError(
             f"the target's hidden states of {rows.tokens.numel()} tokens take {size / 1e9:.2g} GB, and there are "

@@ -139,6 +139,19 @@ def test_by_default_they_are_kept_for_several_epochs(settings, keeps, tmp_path, 
     assert not (tmp_path / "head" / "training").exists()
 
 
+def test_a_training_goes_on_where_the_states_that_it_has_kept_fill_the_disk(tmp_path, monkeypatch):
+    head = tmp_path / "head"
+    settings = replace(TINY, epochs=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(distillation, "train", lambda *_: pytest.fail("the training stops here"))
+        with pytest.raises(pytest.fail.Exception):
+            distil(tiny_head(1), tiny_target(), texts(), head, settings, say=silent)
+    usage = distillation.shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(distillation.shutil, "disk_usage", lambda path: usage)
+    distil(tiny_head(1), tiny_target(), texts(), head, settings, resume=True, say=silent)
+    assert (head / "config.json").exists()
+
+
 def test_a_disk_without_room_is_named_before_anything_is_read(tmp_path, monkeypatch):
     usage = distillation.shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(distillation.shutil, "disk_usage", lambda path: usage)
