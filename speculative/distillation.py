@@ -70,7 +70,8 @@ def distil(
         finished it has checkpoints and rows of tokens
     settings: length of rows, epochs, rates, loss and the rest
     tokenizer: saved with a plain draft model, so that `load_draft` finds it
-    resume: continue from the folder's last checkpoint with its rows; the result is the same as without interruption
+    resume: continue from the folder's last checkpoint with its rows; the result is the same as without interruption.
+        Of the settings only `keep` may differ
     say: called with lines that report progress
 
     Where bf16 is faster (`multiplies_bf16_faster`), the draft's passes are in bf16 and the trained weights in fp32.
@@ -93,6 +94,7 @@ def distil(
     teacher = Teacher(target, draft.config.taps if isinstance(draft, EagleHead | BlockHead) else ())
     with _without_gradients(target):
         made_for = {**asdict(settings), "draft": draft.config.model_type, "parameters": parameters}
+        del made_for["keep"]  # errors advise another value, when the target has written its texts already
         rows = _saved_rows(work / "rows.pt", made_for) if resume else _new_rows(documents, target, settings, say)
         if not resume:
             work.mkdir(parents=True, exist_ok=True)

@@ -152,7 +152,7 @@ def test_a_training_goes_on_where_the_states_that_it_has_kept_fill_the_disk(tmp_
     assert (head / "config.json").exists()
 
 
-def test_a_disk_without_room_is_named_before_anything_is_read(tmp_path, monkeypatch):
+def test_a_disk_without_room_is_named_first_and_the_training_goes_on_as_advised(tmp_path, monkeypatch):
     usage = distillation.shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(distillation.shutil, "disk_usage", lambda path: usage)
     monkeypatch.setattr(kept.KeptStates, "_compute", lambda *_: pytest.fail("the target read rows"))
@@ -160,3 +160,7 @@ def test_a_disk_without_room_is_named_before_anything_is_read(tmp_path, monkeypa
         OSError, match=r"tokens take .* GB, and there are .* GB in .*; give another folder, or keep=False"
     ):
         distil(tiny_head(1), tiny_target(), texts(), tmp_path / "head", replace(TINY, epochs=2), say=silent)
+    advised = replace(TINY, epochs=2, keep=False)
+    monkeypatch.setattr(distillation, "write_texts", lambda *_: pytest.fail("the target wrote its texts again"))
+    distil(tiny_head(1), tiny_target(), texts(), tmp_path / "head", advised, resume=True, say=silent)
+    assert (tmp_path / "head" / "config.json").exists()
