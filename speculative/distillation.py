@@ -6,6 +6,7 @@ see `training.kept`: those of a million tokens take 4.6 GB for a target that is 
 """
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -104,7 +105,8 @@ def distil(
     if not isinstance(draft, PreTrainedModel):
         *_, last = state["held_out"].values()
         measured = last["same_likeliest_token"][0], last["overlap"][0]
-        config: Any = replace(draft.config, acceptance=measured)
+        # NaN: no answer in the held-out rows is where the draft predicts the first token.
+        config: Any = replace(draft.config, acceptance=None if any(map(math.isnan, measured)) else measured)
         draft.config = config
     draft.requires_grad_(False)
     for weight in draft.parameters():  # only parameters: rotary frequencies, which are buffers, stay fp32

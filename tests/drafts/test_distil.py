@@ -1,6 +1,7 @@
 """`distil` from the texts to a draft that decodes, for tiny targets, and its command."""
 
 import json
+import math
 import os
 import signal
 from dataclasses import replace
@@ -265,6 +266,17 @@ def test_the_command_trains_each_kind_of_draft_and_generate_takes_it(kind, heavy
     code, text, _ = heavypath(*continued, "--draft", tmp_path / "draft")
     assert code == 0
     assert text == heavypath(*continued, "--method", "autoregressive")[1]
+
+
+@pytest.mark.parametrize("kind", ["head", "block", "medusa"])
+def test_a_draft_without_a_measured_answer_is_saved_without_an_acceptance(kind, tmp_path):
+    """Each row's answer is its last token, where nothing is measured, since deeper levels would be beyond the row."""
+    target, rows = tiny_target(), random_rows(11, 40, 16).tokens.int()
+    documents = [Document(row, row[:15], ((15, 16),)) for row in rows]
+    draft = {"head": new_head, "block": new_block, "medusa": lambda target: new_medusa(target, 3)}[kind](target)
+    record = distil(draft, target, documents, tmp_path / "draft", replace(TINY, written=0.0), say=silent)
+    assert math.isnan([*record["held_out"].values()][-1]["overlap"][0])
+    assert draft.config.acceptance is load_draft(tmp_path / "draft", target).config.acceptance is None
 
 
 @pytest.mark.parametrize("kind", ["head", "block", "medusa"])
