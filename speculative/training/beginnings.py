@@ -175,7 +175,8 @@ def draft_of_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTraine
 
     Embedding and lm_head are frozen: they are most of a small draft's weights, and already fit the target.
 
-    Raises ValueError for layers that the target does not have, and for repeated ones.
+    Raises ValueError for layers that the target does not have, for repeated ones, and for layers with an MLP of another
+    kind than the draft's config gives a layer in their new place.
     """
     count = len(layers_of(target))
     if not layers or not all(0 <= layer < count for layer in layers) or len({*layers}) < len(layers):
@@ -194,7 +195,13 @@ def draft_of_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTraine
             weights[name] = tensor
         elif int(found[2]) in layers:
             weights[f"{found[1]}{[*layers].index(int(found[2]))}{found[3]}"] = tensor
-    draft.load_state_dict(weights)
+    try:
+        draft.load_state_dict(weights)
+    except RuntimeError as error:  # names every tensor
+        raise ValueError(
+            f"a {text.model_type} of the layers {[*layers]} alone would have other tensors than these layers of the "
+            "target: whether a layer is dense or has experts follows from its number; take other layers"
+        ) from error
     for module in (draft.get_input_embeddings(), draft.get_output_embeddings()):
         module.requires_grad_(False)
     return draft.to(target.device).eval()

@@ -12,6 +12,7 @@ import torch
 from block_checkpoints import random_block
 from command_line import save_llama
 from distil_cases import TINY, greedy, overlaps, silent, texts
+from families import tiny
 from head_training_cases import VOCABULARY, random_rows, tiny_head, tiny_target
 from tiny_models import tiny_llama
 from transformers import LlamaForCausalLM
@@ -219,6 +220,13 @@ def test_a_draft_of_layers_is_the_target_without_the_others():
     for wrong in ([], [3], [0, 0], [-1]):
         with pytest.raises(ValueError, match=r"different indices of the target's layers, 0 \.\. 1, got"):
             draft_of_layers(target, wrong)
+
+
+def test_layers_whose_mlp_follows_from_their_number_are_refused_in_words():
+    target = tiny("qwen3_moe", mlp_only_layers=[0])
+    with pytest.raises(ValueError, match=r"of the layers \[1\] alone would have other tensors .*; take other layers"):
+        draft_of_layers(target, [1])
+    assert draft_of_layers(target, [0]).config.num_hidden_layers == 1
 
 
 def test_the_command_refuses_in_one_line(heavypath, tmp_path):
