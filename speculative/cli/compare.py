@@ -69,7 +69,9 @@ def compare(
     offline: options.Offline = False,
     seed: options.Seed = 0,
     repeats: options.Repeats = 1,
-    plot: Annotated[Path | None, typer.Option(help="Also draw the ratios into this file, .png or .svg.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Also draw the ratios into this file, .png or .svg.")
+    ] = None,
     suite: Annotated[
         bool,
         typer.Option("--suite", help="Compare by kind of work, on the shipped suite or the one in the file TEXTS."),
@@ -81,10 +83,11 @@ def compare(
         int | None, typer.Option(min=1, help="With --suite: how many prompts of each kind. Default: all.")
     ] = None,
     save: Annotated[
-        Path | None, typer.Option(help="With --suite: write all figures into this file, as JSON, after each kind.")
+        Path | None,
+        typer.Option(dir_okay=False, help="With --suite: write all figures into this file, as JSON, after each kind."),
     ] = None,
     page: Annotated[
-        Path | None, typer.Option(help="With --suite: write a page with plots into this .html file.")
+        Path | None, typer.Option(dir_okay=False, help="With --suite: write a page with plots into this .html file.")
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:

@@ -53,7 +53,7 @@ def calibrate(
     offline: options.Offline = False,
     memory: options.Memory = None,
     host_memory: options.HostMemory = None,
-    out: Annotated[Path, typer.Option(help="Where to write the profile.")] = Path("profile.json"),
+    out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write the profile.")] = Path("profile.json"),
     seed: options.Seed = 0,
     verbose: options.Verbose = False,
 ) -> None:

@@ -199,6 +199,7 @@ def test_generate_plans_its_tree_by_a_profile(heavypath, calibrated):
         (("calibrate", "--out", path / "below"), "--out must be in a folder that exists"),
     ):
         assert_refused(heavypath(*given), 1, message)
+    assert_refused(heavypath("calibrate", "--out", path.parent), 2, "--out.* is a directory")
 
 
 @pytest.mark.few(1)
