@@ -222,12 +222,19 @@ def _row(
     )
 
 
-def check_can_plot() -> None:
-    """Raise ImportError, with the package to install, if matplotlib is missing."""
+def check_can_plot(path: str | Path) -> None:
+    """Raise ImportError, with the package to install, if matplotlib is missing, and ValueError for a file type that it
+    does not support.
+    """
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ImportError(f"a plot needs matplotlib: `pip install '.[figures]'` in a checkout ({error})") from None
+    from matplotlib.figure import Figure
+
+    kind = Path(path).suffix.removeprefix(".").lower()
+    if kind not in ("", *Figure().canvas.get_supported_filetypes()):
+        raise ValueError(f"a plot must be a .png, .svg or .pdf file, got {str(path)!r}")
 
 
 def plot_ratios(rows: Sequence[ComparedWay], path: str | Path) -> None:
@@ -238,7 +245,7 @@ def plot_ratios(rows: Sequence[ComparedWay], path: str | Path) -> None:
 
     Raises ImportError if matplotlib is missing, and ValueError for a file type that it does not support.
     """
-    check_can_plot()
+    check_can_plot(path)
     from matplotlib.figure import Figure
 
     shown = [row for row in rows if row.method != PLAIN][::-1]  # the ratio of PLAIN is 1 by definition

@@ -120,7 +120,7 @@ def compare(
     by_kind = part_of_suite(read_suite(*(texts or [])), kind, per_kind) if suite else None
     given = [*(texts or []), *(read_prompts(prompts) if prompts is not None else [])]
     if plot is not None:
-        check_can_plot()
+        check_can_plot(plot)
     measured = None if profile is None else Profile.load(profile)
     recalls = target is not None and not drafts and names != ["autoregressive"]
     drafts = ["recall"] if recalls else drafts

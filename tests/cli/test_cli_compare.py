@@ -115,6 +115,7 @@ def test_the_command_that_is_kept_measures_again_without_writing_files():
     ("x --draft early-exit:all", 1, "expected early-exit:LAYERS"),
     ("x --prompts no.txt", 2, "--prompts.* 'no.txt' does not exist"),
     ("x --plot no/such/plot.png", 1, "--plot must be in a folder that exists"),
+    ("x --plot ratios.txt", 1, "a plot must be a .png, .svg or .pdf file, got 'ratios.txt'"),
     ("x --plot .", 2, "--plot.* '.' is a directory"),
     ("--suite --save .", 2, "--save.* '.' is a directory"),
     ("--suite --page .", 2, "--page.* '.' is a directory"),
