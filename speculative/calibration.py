@@ -144,6 +144,12 @@ def calibrate(
     batch_sizes = _numbers("batch_sizes", batch_sizes)
     if isinstance(temperatures, str) or not isinstance(temperatures, Sequence):
         raise TypeError(f"temperatures must be a list of numbers, got {temperatures!r}")
+    if not temperatures:
+        raise ValueError("temperatures must be a list of at least one number, got none")
+    for prompt in prompts:
+        if not isinstance(prompt, Tensor) or prompt.dtype != torch.long or prompt.dim() != 1 or not prompt.numel():
+            given = f"{prompt.dtype} {[*prompt.shape]}" if isinstance(prompt, Tensor) else repr(prompt)
+            raise ValueError(f"prompts must be LongTensors [T] of at least one token, got {given}")
     for temperature in temperatures:
         Filters(temperature, top_k, top_p, min_p).check()
     if tokens < 2 or sequences < 1 or (sizes is not None and (not sizes or min(sizes) < 1)):
@@ -171,7 +177,7 @@ def calibrate(
     room = min(limits) - tokens - 2 * TIMED_LEVELS
     if room < 1:
         raise ValueError(f"the models have {min(limits)} positions; tokens must leave some for a prompt, got {tokens}")
-    if not prompts:
+    if not len(prompts):
         report("sampling prompts from the target")
         length = STREAMED_PROMPT // 2 if streamed else 32
         prompts = own_prompts(target, min(sequences, 16), min(length, room), seed)

@@ -151,6 +151,18 @@ def test_a_limit_in_which_acceptance_cannot_be_counted_is_refused_at_once():
         calibrate(target, draft, limit=0)
 
 
+@pytest.mark.parametrize(("given", "message"), [
+    ({"temperatures": []}, "temperatures must be a list of at least one number, got none"),
+    ({"prompts": [torch.tensor([[1, 2]])]}, r"prompts must be LongTensors \[T\] .*, got torch.int64 \[1, 2\]"),
+    ({"prompts": [torch.tensor([1]), torch.tensor([1.0])]}, r"got torch.float32 \[1\]"),
+    ({"prompts": [torch.zeros(0, dtype=torch.long)]}, r"of at least one token, got torch.int64 \[0\]"),
+    ({"prompts": ["a text"]}, "got 'a text'"),
+])  # fmt: skip
+def test_what_cannot_be_calibrated_with_is_refused_before_anything_is_measured(given, message):
+    with pytest.raises(ValueError, match=message):
+        calibrate(tiny_llama(1), tiny_llama(2, layers=1), **given, on_progress=pytest.fail)
+
+
 def test_texts_are_cut_off_where_the_time_is_over():
     model = tiny_llama(1)
     target = LlamaForward(model)
