@@ -65,7 +65,15 @@ class GrowingDrafter:
         return self.growth.depth
 
     def __call__(self, draft: Draft, cache: RowCache, state: Sequences, reach: Reach, lap: Lap) -> Drafted:
-        """Draft the trees level by level, then keep the best nodes; arguments as in `Drafter`."""
+        """Draft the trees level by level, then keep the best nodes; arguments as in `Drafter`.
+
+        Raises ValueError for a `Merge`.
+        """
+        if draft.root_distributions > 1:
+            raise ValueError(
+                "the tree grows, and a Merge needs to know which of its drafts draws a node; choose a TokenTree, or "
+                "Mixture for Merge"
+            )
         growth = self.growth
         rules = self.rules
         batch = len(state.root)

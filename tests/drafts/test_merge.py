@@ -13,6 +13,7 @@ from verification_oracle import Language, drawn, rejecting, static
 
 from heavypath.kernels.nodes import Nodes
 from heavypath.speculative import (
+    METHODS,
     Cascade,
     Lookahead,
     Merge,
@@ -146,6 +147,14 @@ def test_a_trace_of_a_merge_gives_no_reasons_where_children_are_weighed(target, 
         assert header["verify"] == ("own" if method == "specinfer" else "target_sample")
         assert fates <= {fate for line in steps for fate in line["fates"]}
         assert {coin for line in steps for coin in line["coins"]} == {None}
+
+
+def test_a_tree_that_grows_is_refused_also_when_it_is_assigned_later(target, small):
+    decoder = SpeculativeDecoder(target, Merge(small), "sequoia")
+    for size in (2, 6):
+        decoder.tree = METHODS["dyspec"].tree_of(size)
+        with pytest.raises(ValueError, match="the tree grows, and a Merge needs to know"):
+            decoder.generate(PROMPT, 4)
 
 
 def test_a_merge_in_words_and_numbers_and_by_its_name_on_the_command_line(target, small):
