@@ -100,7 +100,11 @@ def distil(
         if not resume:
             work.mkdir(parents=True, exist_ok=True)
             sides = {name: side._asdict() for name, side in rows._asdict().items()}
-            save_whole({"made_for": made_for, **sides}, work / "rows.pt")
+            try:
+                save_whole({"made_for": made_for, **sides}, work / "rows.pt")
+            except OSError:
+                work.rmdir()  # it has nothing to resume
+                raise
         state = _train(student, teacher, rows, settings, work / "checkpoint.pt", say)
     if not isinstance(draft, PreTrainedModel):
         *_, last = state["held_out"].values()

@@ -133,7 +133,14 @@ class TrainingProgress:
 
 
 def save_whole(content: object, path: Path) -> None:
-    """torch.save to a temporary file next to `path`, which is renamed to `path` when it is complete."""
+    """torch.save to a temporary file next to `path`, which is renamed to `path` when it is complete.
+
+    Raises OSError if it cannot be written, as on a full disk; a file that was there is left as it was.
+    """
     unfinished = path.with_suffix(".new")
-    torch.save(content, unfinished)
+    try:
+        torch.save(content, unfinished)
+    except RuntimeError as error:  # in which PyTorch says only at which byte
+        unfinished.unlink(missing_ok=True)
+        raise OSError(f"cannot write {str(path)!r}, is the disk full? ({error})") from error
     unfinished.replace(path)

@@ -13,6 +13,7 @@ from block_checkpoints import random_block
 from command_line import save_llama
 from distil_cases import TINY, greedy, overlaps, silent, texts
 from families import tiny
+from full_disk import file_size
 from head_training_cases import VOCABULARY, random_rows, tiny_head, tiny_target
 from tiny_models import tiny_llama
 from transformers import LlamaForCausalLM
@@ -133,6 +134,17 @@ def test_a_training_that_was_interrupted_goes_on_to_the_same_draft_with_its_own_
         assert torch.equal(second.state_dict()[name], weight), name
     assert {**found, "seconds": 0} == {**expected, "seconds": 0}
     assert not (parts / "training").exists()
+
+
+def test_on_a_full_disk_a_training_ends_and_goes_on_when_there_is_room(tmp_path):
+    target, folder = tiny_target(), tmp_path / "head"
+    with file_size(1000), pytest.raises(OSError, match=r"cannot write .*rows.pt', is the disk full"):
+        distil(tiny_head(1), target, texts(), folder, TINY, say=silent)
+    with file_size(20_000), pytest.raises(OSError, match=r"cannot write .*checkpoint.pt', is the disk full"):
+        distil(tiny_head(1), target, texts(), folder, TINY, say=silent)
+    assert [file.name for file in (folder / "training").iterdir()] == ["rows.pt"]
+    distil(tiny_head(1), target, texts(), folder, TINY, resume=True, say=silent)
+    assert load_draft(folder, target).config.acceptance is not None
 
 
 def test_what_cannot_be_trained_is_refused(tmp_path):
