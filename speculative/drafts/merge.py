@@ -38,6 +38,7 @@ from heavypath.speculative.drafts.composite import (
 from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count
 from heavypath.speculative.models.forward import Forward, host_can_read
+from heavypath.speculative.trees.tree import NODE_BITS
 
 
 @dataclass(frozen=True)
@@ -146,9 +147,9 @@ class MergeVerifier:
             target = filtered_scores(target, target_filters)
             target_filters = Filters()
             shares, left = self.decided(nodes, target[:, 0], filtered_scores(distributions, draft_filters), max_depth)
-            # The last node in depth-first order is a leaf, so its noise row has not been used to draw children.
+            # The last row of this root is no node's. A node's row would not be the same where the tree is cut.
             assert noise.rows is not None
-            last = Noise(noise.seed, noise.rows[:, -1].contiguous())
+            last = Noise(noise.seed, noise.rows[:, 0] + (1 << NODE_BITS) - 1)
             logits = shares.log().float()
             choice, *_ = kernels.draw(logits, 1, Filters(), noise=last, replacement=False, uniform_fill=False)  # [B, 1]
             nodes, target, of_nodes = self._as_decided(nodes, choice - 1, left, target, of_nodes)

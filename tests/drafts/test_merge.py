@@ -149,6 +149,16 @@ def test_a_trace_of_a_merge_gives_no_reasons_where_children_are_weighed(target, 
         assert {coin for line in steps for coin in line["coins"]} == {None}
 
 
+def test_a_sequence_has_the_same_text_alone_and_in_a_batch_to_its_last_token(target, small):
+    """In a batch the tree is whole until all sequences are near their ends; alone it is cut earlier."""
+    decoder = SpeculativeDecoder(target, Merge(small), "sequoia", tree=TokenTree([-1, 0, 1, 0, 3]))
+    numbers, options = torch.arange(40), {"temperature": 1.0, "eos_token_id": None, "seed": 3}
+    batch = decoder.generate(PROMPT.expand(40, -1), 5, sequence_ids=numbers, **options).sequences
+    for number, text in zip(numbers, batch, strict=True):
+        alone = decoder.generate(PROMPT, 5, sequence_ids=number[None], **options).sequences[0]
+        assert torch.equal(text, alone), number
+
+
 def test_a_tree_that_grows_is_refused_also_when_it_is_assigned_later(target, small):
     decoder = SpeculativeDecoder(target, Merge(small), "sequoia")
     for size in (2, 6):
