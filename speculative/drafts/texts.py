@@ -76,6 +76,6 @@ def _decoded(path: Path) -> str | None:
     """A file's text; None if it is not text in UTF-8."""
     content = path.read_bytes()
     try:
-        return None if b"\0" in content else content.decode("utf-8")
+        return None if b"\0" in content else content.decode("utf-8-sig")  # without the mark that Windows writes first
     except UnicodeDecodeError:
         return None

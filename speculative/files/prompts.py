@@ -21,7 +21,7 @@ def read_prompts(path: str | Path) -> list[str]:
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines also breaks at U+2028, inside JSON's strings
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines breaks at U+2028 in JSON, too
     except UnicodeError as error:
         raise ValueError(f"the prompts in {str(path)!r} are not UTF-8 text: {error}") from error
     texts = [line for line in lines if line.strip()]

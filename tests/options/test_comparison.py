@@ -145,8 +145,8 @@ def test_prompts_may_be_texts_files_and_tokens(demo_pair, tmp_path):
 @pytest.mark.parametrize("separator", ["\u2028", "\x85", "\x0c"])
 def test_a_prompt_ends_with_its_line_and_not_at_other_separators_of_unicode(separator, tmp_path):
     prompt = f"one{separator}two"
-    (tmp_path / "a.txt").write_text(f"{prompt}\nthree\n", encoding="utf-8")
-    (tmp_path / "a.jsonl").write_text(f'"{prompt}"\n"three"\n', encoding="utf-8")
+    (tmp_path / "a.txt").write_text(f"{prompt}\nthree\n", encoding="utf-8-sig")  # as on Windows
+    (tmp_path / "a.jsonl").write_text(f'"{prompt}"\n"three"\n', encoding="utf-8-sig")
     assert read_prompts(tmp_path / "a.txt") == [prompt, "three"]
     if separator != "\x0c":  # which JSON escapes
         assert read_prompts(tmp_path / "a.jsonl") == [prompt, "three"]

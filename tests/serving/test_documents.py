@@ -93,10 +93,10 @@ def test_what_a_template_writes_in_another_way_later_is_no_answer(tokenizer, tmp
     assert document.answered().tolist() == [3, 4]
 
 
-def test_a_line_ends_where_json_lines_do_and_not_at_other_separators_of_unicode(tokenizer, tmp_path):
+def test_a_line_ends_where_json_lines_do_and_the_first_may_have_a_mark_of_its_encoding(tokenizer, tmp_path):
     lines = ["one\u2028two", "two\x85three"]
     written = "\r\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
-    (tmp_path / "lines.jsonl").write_text(written, encoding="utf-8", newline="")
+    (tmp_path / "lines.jsonl").write_text(written, encoding="utf-8-sig", newline="")  # as on Windows
     documents = read_documents([tmp_path / "lines.jsonl"], tokenizer)
     assert lists(documents) == [([4, 5, 0], []), ([5, 6, 0], [])]
 
