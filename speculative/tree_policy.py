@@ -393,11 +393,12 @@ class TreeByCosts(TreePolicy):
         return self._found[key]
 
     def _new_tree(self, batch: int, usual: Usual) -> TokenTree | Growth:
+        assert self.alone is not None
+        if self._is_fixed or (batch == 1 and self._is_toy):
+            return self.alone
         tree = tree_by_estimates(self._method, self._target, self._draft, batch, usual, self._length)
         logger.debug("the estimated tree for %d sequences: %d nodes, %d levels", batch, len(tree), tree.depth)
-        is_alone = batch == 1 and (tree == self.alone or self._is_toy)
-        if self._is_fixed or is_alone:
-            assert self.alone is not None
+        if batch == 1 and tree == self.alone:
             return self.alone
         return tree
 

@@ -232,6 +232,13 @@ def test_a_batch_that_is_decoded_without_drafts_is_not_said_to_have_a_bad_draft(
     assert "does not pay" not in caplog.text
 
 
+def test_a_toy_that_drafts_is_not_said_to_draft_nothing(tiny_pair, caplog):
+    """Its steps are the host's time, so that its trees follow no estimate."""
+    out = SpeculativeDecoder(*tiny_pair).generate(PROMPTS[:1], 2, temperature=0.8)
+    assert out.stats.tree == "5 nodes, 2 levels, the default of models of less than a megabyte"
+    assert not caplog.text
+
+
 def test_drafts_that_cannot_catch_up_draft_a_token_at_least_or_nothing_to_the_end(demo_pair):
     target, draft, _ = demo_pair
     head = SpeculativeDecoder(target, load_demo_head(target))
