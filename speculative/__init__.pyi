@@ -30,6 +30,7 @@ from heavypath.speculative.drafts.translated import Translated as Translated
 from heavypath.speculative.layer_choice import LayerChoice as LayerChoice
 from heavypath.speculative.layer_choice import choose_layers as choose_layers
 from heavypath.speculative.loading import load_draft as load_draft
+from heavypath.speculative.loading import load_pair as load_pair
 from heavypath.speculative.loading import load_target as load_target
 from heavypath.speculative.losslessness.chi_square import detectable_total_variation as detectable_total_variation
 from heavypath.speculative.losslessness.goodness_of_fit import Departure as Departure

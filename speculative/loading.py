@@ -393,7 +393,10 @@ def _modelless(draft: str | None, tokenizer: PreTrainedTokenizerBase | None) -> 
     if kind == "lookahead":
         return Lookahead()
     if tokenizer is None:
-        raise ValueError(f"{draft!r} needs a tokenizer, got a target alone; use Retrieval(texts, tokenizer)")
+        raise ValueError(
+            f"{draft!r} needs a tokenizer, got a target alone; load both by load_pair, or use "
+            "Retrieval(texts, tokenizer)"
+        )
     path = Path(what).expanduser()
     return Retrieval.load(path, tokenizer) if path.suffix == ".safetensors" else Retrieval([path], tokenizer)
 

@@ -70,6 +70,7 @@ PUBLIC = {
     "load_demo_head": "heavypath.speculative.demo.trained_head",
     "load_demo_pair": "heavypath.speculative.demo",
     "load_draft": "heavypath.speculative.loading",
+    "load_pair": "heavypath.speculative.loading",
     "load_streamed": "heavypath.speculative.streaming.load",
     "load_target": "heavypath.speculative.loading",
     "most_frequent": "heavypath.speculative.training.beginnings",

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,14 @@ def test_such_figures_are_found(sentence):
 def test_who_cites_the_software_cites_this_version():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_page_imports_from_the_package_is_there(page):
+    """Also in blocks that are not run, as of models that are not here."""
+    for module, names in re.findall(r"^from (heavypath[.\w]*) import (\([^)]*\)|.*)$", page.read_text("utf-8"), re.M):
+        for name in re.findall(r"\w+", names):
+            assert hasattr(import_module(module), name), f"{module}.{name}"
 
 
 NAMED = re.compile(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|cpp|h|sh|md|yml))`")
