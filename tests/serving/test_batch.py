@@ -65,7 +65,7 @@ def test_lines_of_all_kinds_are_answered_in_their_order_and_bad_ones_apart(batch
     ]
     assert [line["custom_id"] for line in bad] == ["3", "b", "c"]
     assert [(line["response"] or {}).get("status_code") for line in bad] == [None, None, 400]
-    assert "line 4: Expecting property name" in bad[0]["error"]["message"]
+    assert "line 4: expected a request or a prompt as JSON: Expecting" in bad[0]["error"]["message"]
     assert "frobnicate" in bad[2]["response"]["body"]["error"]["message"]
     decoder = SpeculativeDecoder(target, draft, "ersd")
 
@@ -205,7 +205,7 @@ def test_an_error_names_the_line_of_the_file_empty_ones_counted(tmp_path):
     good, bad = read_lines(path, 0, {})
     assert (good.number, good.error) == (0, "")
     assert (bad.number, bad.custom_id) == (1, "1")
-    assert bad.error.startswith("line 4: Expecting property name")
+    assert bad.error.startswith("line 4: expected a request or a prompt as JSON: Expecting")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

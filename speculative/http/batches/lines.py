@@ -86,7 +86,8 @@ def parsed(number: int, text: bytes, defaults: Mapping[str, Any], options: str =
         if body.get("stream"):
             raise ValueError("stream: an answer in a file is whole; leave it out")
     except (ValueError, RecursionError) as error:  # also text that is no UTF-8
-        error_of_line = f"line {place or number + 1}: {error}"
+        expected = "expected a request or a prompt as JSON: " if isinstance(error, json.JSONDecodeError) else ""
+        error_of_line = f"line {place or number + 1}: {expected}{error}"
         return Line(number, custom_id, error=error_of_line, digest=_digest(options, "", text.strip()))
     if body.get("max_completion_tokens") is not None:  # another name of max_tokens
         defaults = {name: value for name, value in defaults.items() if name != "max_tokens"}
