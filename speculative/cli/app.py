@@ -121,4 +121,9 @@ def _fail_usage(error: Exception) -> int:
     """Report wrong usage; the error's class is click's or typer's, depending on typer's version."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "heavypath"
-    return _fail(f"{error.format_message()} (see {command} --help)", 2)  # pyright: ignore[reportAttributeAccessIssue]
+    message = error.format_message()  # pyright: ignore[reportAttributeAccessIssue]
+    checked = getattr(error.__cause__, "errors", None)  # pydantic's, by which newer versions of typer check
+    if checked is not None:
+        given = checked()[0]["input"]
+        message += "" if repr(given) in message else f", got {given!r}"
+    return _fail(f"{message} (see {command} --help)", 2)

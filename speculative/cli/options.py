@@ -34,6 +34,7 @@ LOSSLESS_METHODS = (
 )
 METHODS = (*LOSSLESS_METHODS, "typical-lossy")
 VERIFIERS = ("rejection", "held", "traversal", "held_traversal")
+VERIFIED_SO = ("chain", "specinfer", "sequoia", "dyspec", "rsd-c", "rsd-s")  # methods that take a verifier
 MAX_NODES = 2048  # in a tree
 
 
@@ -69,7 +70,8 @@ MaxNewTokens = Annotated[int, typer.Option(min=1, help="The largest number of to
 Temperature = Annotated[float, typer.Option(min=0, help="0 takes the likeliest token; > 0 samples.")]
 TopK = Annotated[int | None, typer.Option(min=0, help="Sample among the k likeliest tokens; 0 for all.")]
 TopP = Annotated[
-    float | None, typer.Option(min=0, max=1, help="Sample among the likeliest tokens that reach this probability.")
+    float | None,
+    typer.Option(min=0, max=1, help="Sample among the likeliest tokens that reach this probability, above 0."),
 ]
 MinP = Annotated[
     float | None,
@@ -158,7 +160,7 @@ ProfileFile = Annotated[
 Verifier = Annotated[
     str | None,
     typer.Option(
-        help=f"How drafted tokens are verified: {', '.join(VERIFIERS)}. For methods of recursive rejection; each has a "
+        help=f"How drafted tokens are verified: {', '.join(VERIFIERS)}. For {', '.join(VERIFIED_SO)}; each has a "
         "default."
     ),
 ]
