@@ -53,7 +53,10 @@ def serve(
     ] = None,
     max_choices: Annotated[
         int | None,
-        typer.Option(min=1, help="Most texts of a request: its prompts times n; default: --slots, or half of --queue."),
+        typer.Option(
+            min=1,
+            help="Most texts of a request: its prompts times n; default: --slots, or half of --queue if that is less.",
+        ),
     ] = None,
     max_body: Annotated[int, typer.Option(min=1024, help="Most bytes of a request.")] = 1 << 20,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that a text may take, the queue included.")] = 600,
