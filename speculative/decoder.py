@@ -95,7 +95,7 @@ class SpeculativeDecoder:
         self._draft: Draft = NO_DRAFT
         if method != "autoregressive":
             if draft is None:
-                raise ValueError(f"method {method!r} needs a draft model, got None")
+                raise ValueError(f"method {method!r} needs a draft, got None; only 'autoregressive' has none")
             self._draft = as_draft(draft, self._target, target)
         if self.verifier is None:
             by_default = default_verifier(method, device.type)

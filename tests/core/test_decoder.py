@@ -102,7 +102,7 @@ def with_nan(model):
 
 @pytest.mark.parametrize(("build", "message"), [
     (lambda t, d: SpeculativeDecoder(t, d, "medusa"), "method must be one of autoregressive, .* got 'medusa'"),
-    (lambda t, d: SpeculativeDecoder(t, None, "sequoia"), "method 'sequoia' needs a draft model, got None"),
+    (lambda t, d: SpeculativeDecoder(t, None, "sequoia"), "method 'sequoia' needs a draft, got None; only"),
     (lambda t, d: SpeculativeDecoder(t, tiny_llama(0, 9)), "share one vocabulary, got 7 and 9 tokens"),
     (lambda t, d: SpeculativeDecoder(t, with_nan(tiny_llama(0))), "draft has NaN"),
     (lambda t, d: SpeculativeDecoder(t, d, tree_size=1), "tree_size counts the root and must be in 2 .. 2048, got 1"),

@@ -147,7 +147,7 @@ def test_what_is_no_command_is_said_and_the_chat_goes_on(folder, chat, prompts):
     assert (code, len(prompts)) == (0, 1)
     for said in (
         "there is no command '/stat'; /help lists", "there is no command '/method a b'; /help lists",
-        "method must be one of autoregressive, chain", "method 'ersd' needs a draft model, got None",
+        "method must be one of autoregressive, chain", "method 'ersd' needs a draft, got None",
     ):  # fmt: skip
         assert said in err
 
