@@ -58,7 +58,7 @@ def greedy(model, **changes):
 @pytest.mark.parametrize(("kind", "method", "attention"), [
     ("cohere2", "dyspec", "eager"), ("qwen3", "sequoia", "sdpa"), ("olmo3", "dyspec", "heavypath"),
     ("mixtral", "dyspec", "heavypath"),
-    *(pytest.param(kind, method, "sdpa", marks=slow)
+    *(pytest.param(kind, method, None, marks=slow)  # that which transformers gives the family: not all have sdpa
       for kind in FAMILIES for method in ("sequoia", "dyspec", "specinfer")),
 ])  # fmt: skip
 @pytest.mark.few(2)
@@ -66,7 +66,8 @@ def test_greedy_text_of_three_windows_is_that_of_transformers_generate(kind, met
     model, unlike = windowed(kind), tiny_llama(5, vocab_size=61)
     expected = greedy(model)
     assert not any(torch.equal(greedy(windowed(kind, other)), expected) for other in (WINDOW + 1, 64))
-    model.set_attn_implementation(attention)
+    if attention is not None:
+        model.set_attn_implementation(attention)
     for draft in (unlike, model):
         out = SpeculativeDecoder(model, draft, method, tree_size=5).generate(PROMPTS, 16, attention_mask=PADDING)
         assert_same_text(model, out.sequences, expected)
