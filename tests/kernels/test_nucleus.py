@@ -44,8 +44,9 @@ def passes(monkeypatch, interpreter):
 @pytest.mark.parametrize(("vocab_size", "k", "top_p", "dtype", "fill"), [
     (16, 1, 0.5, torch.float32, False), (16, 4, 0.9, torch.float32, True), (64, 1, 0.9, torch.bfloat16, False),
     (64, 3, 0.5, torch.float16, True), (64, 9, 0.8, torch.float32, False),
+    # Closer to 1 the rounding of a sum decides, which is another in another order.
     *(pytest.param(992, k, top_p, dtype, k == 5, marks=pytest.mark.slow) for k in (1, 5, 16)
-      for top_p in (1e-6, 0.5, 0.95, 1 - 2**-24) for dtype in (torch.float32, torch.bfloat16)),
+      for top_p in (1e-6, 0.5, 0.95, 1 - 2**-12) for dtype in (torch.float32, torch.bfloat16)),
     *(pytest.param(9_008, 4, 0.9, dtype, False, marks=pytest.mark.slow) for dtype in (torch.float32, torch.bfloat16)),
 ], ids=str)  # fmt: skip
 @pytest.mark.few(2)
