@@ -107,6 +107,8 @@ class MeasuredAcceptance:
         if not all(_RANK.fullmatch(rank) for text in self.texts for rank in text.split()):
             raise ValueError("texts must be ranks, numbers from -2 to 999, with spaces between them")
         if self.filters.temperature > 0:
+            if not self.moments:
+                raise ValueError(f"moments must have a row for each child at temperature {self.filters.temperature:g}")
             self.confidence()
 
     @cached_property

@@ -42,7 +42,8 @@ def test_texts_of_every_method_are_those_of_transformers(method, nightly, demo_p
         prompts = [*dict.fromkeys([*demo_prompts(), *corpus.choose_prompts(corpus.read_corpus(), tokenizer, 100)])][:56]
         new_tokens = 128
         assert len(prompts) >= 50
-    decoder = SpeculativeDecoder(target, draft, method)
+    tree = {} if method == "autoregressive" else {"tree_size": 5}  # by default a batch drafts where that pays
+    decoder = SpeculativeDecoder(target, draft, method, **tree)
     for first in range(0, len(prompts), BATCH):
         texts = [written(prompt, new_tokens) for prompt in prompts[first : first + BATCH]]
         given, expected = zip(*texts, strict=True)

@@ -386,6 +386,9 @@ def test_a_profile_of_another_device_or_precision_or_of_other_models_or_no_profi
         refused(elsewhere, f"measured with {name} {value}, got ", verifier="rejection")
     refused(other, "measured with a target of a target, got llama, 2 layers", verifier="rejection")
     refused(other, "leave out tree_size", tree_size=8)
+    without = replace(own, acceptance=[replace(own.acceptance[0], moments=[], moments_by_depth=[[[0.0] * 5]])])
+    without.save(path)
+    refused(path, "moments must have a row for each child at temperature 1")
     for content in ("[1]", "no JSON", json.dumps({"heavypath profile": VERSION})):
         path.write_text(content)
         refused(path, "is no profile that `heavypath calibrate` writes")
