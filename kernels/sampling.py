@@ -93,7 +93,6 @@ def gumbel_topk(
             _check_values(rows)
         rows = rows.reshape(-1)
     check_seed(seed, logits.device)
-    seed = seed if isinstance(seed, Tensor) else int(seed)  # Triton takes no integers of NumPy
     impl = choose_impl("gumbel_topk", impl, logits, native=True)
     draw = kernels_by(impl).draw
     if impl == "triton":

@@ -141,7 +141,6 @@ def verify_tree(
     ranks = None if ranks is None else per_sequence("ranks", ranks, batch, nodes)
     check_devices(tokens, draft_logits=draft_logits, ranks=ranks)
     check_seed(seed, tokens.device)
-    seed = seed if isinstance(seed, Tensor) else int(seed)  # Triton takes no integers of NumPy
     if impl == "triton":
         check_kernel_takes(target_logits=target_logits, draft_logits=draft_logits)
     if tokens.device.type == "cpu":
