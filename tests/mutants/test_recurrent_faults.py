@@ -34,7 +34,8 @@ RULES = KERNELS + "a_pass_gives_what_the_recurrence_gives_along_each_path"
 DIGITS = KERNELS + "strong_gates_above_weak_ones_cost_no_digits"
 GREEDY = MODELS + "greedy_texts_are_those_of_transformers_generate"
 CLAMP = MODELS + "time_steps_are_clamped_in_prompts_alone_as_generate_does"
-WITHOUT_PARENTS = """mask, before = paths.mask.clone(), paths.before
+WITHOUT_PARENTS = """mask = paths.mask.clone()
+    before = paths.before
     own = torch.arange(paths.new)
     parent = own.where(mask.tril(-1), -1).amax(-1)
     mask[torch.arange(len(mask))[:, None], own, parent.clamp(min=0)] &= parent >= own - 1
@@ -61,7 +62,7 @@ FAULTS = {
         "    launch(\"tree_rule\", call)\n    totals = totals.float().double()\n", f"{DIGITS}[delta-auto]", native=True,
     ),
     "a parent's gate left out of all children but the first": Fault(
-        "kernels/recurrent/totals.py", "mask, before = paths.mask, paths.before\n", WITHOUT_PARENTS,
+        "kernels/recurrent/totals.py", "mask = paths.mask\n    before = paths.before\n", WITHOUT_PARENTS,
         f"{RULES}[ssd-0.1-1]",
     ),
     "windows by number instead of ancestors": Fault(
