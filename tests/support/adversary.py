@@ -23,6 +23,9 @@ in a table must be named first: `adversary.knows(*tensors)`. The tests of a whol
 
     pytest tests/kernels/test_ordering.py --adversary 1
 
+where memory that is not named is left alone, as such tests name none, and so are large tensors. A test's own adversary
+takes the place of that one.
+
 Tensors should be small: each of their elements takes some 100 bytes here. `tl.atomic_load`, `atomic_store` and
 `atomic_poll`, which Triton has since 3.9, count as plain accesses, which order nothing.
 """
@@ -32,6 +35,7 @@ import math
 import random
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import greenlet
@@ -43,7 +47,9 @@ from torch import Tensor
 
 _HERE, _TRITON = __file__, str(Path(triton.__file__).parent)
 _WARPS = 4  # Triton's own default
+LARGE = 1 << 26  # bytes of a tensor
 PATIENCE = 200_000  # accesses after the last one that wrote, or the last start or end of a program
+_entered: list["Adversary"] = []
 
 
 class HazardError(AssertionError):
@@ -51,13 +57,16 @@ class HazardError(AssertionError):
 
 
 class Adversary:
-    """A context in which kernels meet the adversary; what it does depends on the seed alone.
+    """A context in which kernels meet the adversary; what it does depends on the seed alone. Within another one it
+    takes its place.
 
     launched: how often each kernel was
+    any_memory: whether a launch may touch memory that is in none of its tensors, which is not watched, nor are large
+        tensors
     """
 
-    def __init__(self, seed: int):
-        self.seed, self.launched = seed, Counter[str]()
+    def __init__(self, seed: int, any_memory: bool = False):
+        self.seed, self.launched, self.any_memory = seed, Counter[str](), any_memory
         self.random = random.Random(seed)
         self.known: list[tuple[str, Tensor]] = []
         self.launch: _Launch | None = None
@@ -71,24 +80,41 @@ class Adversary:
         assert {*kernels} <= {*self.launched}
 
     def __enter__(self) -> "Adversary":
+        if _entered:
+            _entered[-1].patch.undo()
+        _entered.append(self)
+        self._change()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.patch.undo()
+        _entered.remove(self)
+        if _entered:
+            _entered[-1]._change()
+
+    def _change(self) -> None:
+        """Have the interpreter's launches and accesses go through this adversary."""
         from triton.runtime import interpreter
 
         self.builder, self.patch = interpreter.interpreter_builder, pytest.MonkeyPatch()
         executor = interpreter.GridExecutor
         self.patch.setattr(executor, "__call__", self._launching(executor.__call__))
         for name in ("masked_load", "masked_store", "atomic_rmw", "atomic_cas", "barrier"):
-            watched = getattr(self, f"_{name}")(getattr(self.builder, f"create_{name}"))
-            self.patch.setattr(self.builder, f"create_{name}", watched)
-        return self
+            original = getattr(self.builder, f"create_{name}")
+            watched = getattr(self, f"_{name}")(original)
+            self.patch.setattr(self.builder, f"create_{name}", partial(self._in_a_launch, watched, original))
 
-    def __exit__(self, *_) -> None:
-        self.patch.undo()
+    def _in_a_launch(self, watched, original, *given):
+        """What a launch that was taken up before does again, as a played graph does, is not watched."""
+        return (original if self.launch is None else watched)(*given)
 
     def _launching(self, call):
         def launch(executor, *args, **options):
             kernel, name = executor.fn, executor.fn.__name__
             given = {**dict(zip(executor.arg_names, args, strict=False)), **options}
             tensors = [*self.known, *(found for item in given.items() for found in _tensors(*item))]
+            if self.any_memory:
+                tensors = [(named, each) for named, each in tensors if each.untyped_storage().nbytes() < LARGE]
             executor.fn = self.launch = _Launch(self, kernel, tensors, 32 * options.get("num_warps", _WARPS))
             try:
                 call(executor, *args, **options)
@@ -157,7 +183,7 @@ class _Launch:
         self.__name__, self.__globals__ = kernel.__name__, kernel.__globals__
         self.__signature__ = inspect.signature(kernel)
         self.kernel, self.tensors, self.threads = kernel, tensors, threads
-        self.builder, self.random = adversary.builder, adversary.random
+        self.builder, self.random, self.any_memory = adversary.builder, adversary.random, adversary.any_memory
         self.cells: list[tuple[int, int, int]] = []
         self.lines: dict[tuple, int] = {}
         self.shapes: dict[tuple, int] = {}
@@ -208,10 +234,12 @@ class _Launch:
         self.at[self.running] = touch.line
         inside = self.memory.inside(touch)
         if not inside.all():
+            if not self.any_memory:
+                self.memory.find_outside(touch, inside)
+                kept = np.zeros(wanted.size, bool)
+                kept[places[inside]] = True
+                mask = type(mask)(kept.reshape(wanted.shape), mask.dtype)
             touch = touch._replace(addresses=touch.addresses[inside], places=places[inside])
-            kept = np.zeros(wanted.size, bool)
-            kept[touch.places] = True
-            mask = type(mask)(kept.reshape(wanted.shape), mask.dtype)
         self.memory.note(self.running, touch)
         return touch, mask
 

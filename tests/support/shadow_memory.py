@@ -161,19 +161,21 @@ class ShadowMemory:
         self.findings: dict[tuple[str, int, int], None] = {}
 
     def inside(self, touch: Touch) -> np.ndarray:
-        """bool [n]: which addresses belong to a tensor of the launch. Others are findings."""
+        """bool [n]: which addresses belong to a tensor of the launch."""
         inside = np.zeros(len(touch.addresses), bool)
         for region, here in self._by_region(touch.addresses):
             cells = region.cells(touch.addresses[here], touch.width)
             inside[here] = (region.given[cells] & (cells >= 0)).all(-1)
-        if not inside.all():
-            outside = int(touch.addresses[~inside][0])
-            before = [region for region in self.regions if region.begin <= outside]
-            near = "nowhere"
-            if before:
-                near = f"{outside - before[-1].begin} bytes behind the beginning of {before[-1].names}"
-            self._find(f"{touch.access.value} outside the tensors of the launch, {near}", touch.line)
         return inside
+
+    def find_outside(self, touch: Touch, inside: np.ndarray) -> None:
+        """Note that some of a touch's addresses are outside, by `inside`."""
+        outside = int(touch.addresses[~inside][0])
+        before = [region for region in self.regions if region.begin <= outside]
+        near = "nowhere"
+        if before:
+            near = f"{outside - before[-1].begin} bytes behind the beginning of {before[-1].names}"
+        self._find(f"{touch.access.value} outside the tensors of the launch, {near}", touch.line)
 
     def note(self, program: int, touch: Touch) -> None:
         """Compare an access with all before it, and remember it. Its addresses are inside."""
