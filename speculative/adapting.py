@@ -71,8 +71,8 @@ class Adapting(Watcher):
     """Chooses the tree of each step of one generation.
 
     choose: returns the best tree, given the number of running sequences, the steps so far, and counts of acceptance
-    rest: decides when the draft rests; None if it never does
     first: the tree of the first step
+    rest: decides when the draft rests; None if it never does
     copying: the tree after a step in which all levels were accepted; None for the one that `choose` returns
     counts: whether `choose` gets the counts, LongTensor[2, any], of offered and accepted children; otherwise None
     """
@@ -80,9 +80,9 @@ class Adapting(Watcher):
     def __init__(
         self,
         choose: Choose,
+        first: Shape,
         rest: "Rest | None" = None,
         *,
-        first: Shape = ROOT,
         copying: Shape | None = None,
         counts: bool = False,
     ):

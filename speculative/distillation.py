@@ -95,7 +95,7 @@ def distil(
     teacher = Teacher(target, draft.config.taps if isinstance(draft, EagleHead | BlockHead) else ())
     with _without_gradients(target):
         made_for = {**asdict(settings), "draft": draft.config.model_type, "parameters": parameters}
-        del made_for["keep"]  # errors advise another value, when the target has written its texts already
+        del made_for["keep"]  # may change: errors that advise another value come after the target has written its texts
         rows = _saved_rows(work / "rows.pt", made_for) if resume else _new_rows(documents, target, settings, say)
         if not resume:
             work.mkdir(parents=True, exist_ok=True)
@@ -109,8 +109,9 @@ def distil(
     if not isinstance(draft, PreTrainedModel):
         *_, last = state["held_out"].values()
         measured = last["same_likeliest_token"][0], last["overlap"][0]
-        # NaN: no answer in the held-out rows is where the draft predicts the first token.
-        config: Any = replace(draft.config, acceptance=None if any(map(math.isnan, measured)) else measured)
+        if any(map(math.isnan, measured)):  # no held-out answer is where the draft predicts its first token
+            measured = None
+        config: Any = replace(draft.config, acceptance=measured)
         draft.config = config
     draft.requires_grad_(False)
     for weight in draft.parameters():  # only parameters: rotary frequencies, which are buffers, stay fp32

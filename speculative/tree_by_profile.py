@@ -231,12 +231,12 @@ class TreeByProfile(TreePolicy):
         """
         if not self._replan:
             trees = self.by_batch(filters, batch)
-            return Adapting(lambda running, *_: trees.of(running))
+            return Adapting(lambda running, *_: trees.of(running), plan.tree)
         shapes = self.shapes(filters, batch)
         rest = self._rest(filters)
         if rest is not None:
             rest.begin(plan.tree, rests=plan.tree != shapes.trees[0])
-        return Adapting(BestShape(plan, shapes), rest, first=plan.tree, counts=True)
+        return Adapting(BestShape(plan, shapes), plan.tree, rest, counts=True)
 
     def to_warm_up(self, filters: Filters, batch: int) -> Callable[[int], Shape] | None:
         """A function from the number of running sequences to its tree; None with `replan`, which may use any shape."""

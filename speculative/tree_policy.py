@@ -169,7 +169,7 @@ class TreePolicy:
         def tree_of(running: int, *_: Any) -> TokenTree | Growth:
             return self.tree(filters, running)
 
-        return load("Adapting")(tree_of)
+        return load("Adapting")(tree_of, plan.tree)
 
     def to_warm_up(self, filters: Filters, batch: int) -> Callable[[int], Shape] | None:
         """A function from a number of running sequences to their tree; None if any number may have any candidate."""
@@ -316,7 +316,7 @@ class TreeByCosts(TreePolicy):
         def tree_of(running: int, *_: Any) -> TokenTree | Growth:
             return trees.of(running)
 
-        return load("Adapting")(tree_of, rest, first=plan.tree, copying=self._copying(filters, batch))
+        return load("Adapting")(tree_of, plan.tree, rest, copying=self._copying(filters, batch))
 
     def _copying(self, filters: Filters, batch: int) -> TokenTree | Growth | None:
         """The tree of a single sequence while its draft copies text, see `adapting`; None for drafts with weights."""

@@ -161,19 +161,17 @@ def adversary(request):
 def everywhere(request):
     """The same for all tests, under one seed, if the command line says so."""
     seed = request.config.getoption("adversary")
-    yield from [None] if seed is None or "adversary" in request.fixturenames else _adversary(seed, any_memory=True)
+    yield from [None] if seed is None or "adversary" in request.fixturenames else _adversary(seed, everywhere=True)
 
 
-def _adversary(seed, **more):
+def _adversary(seed, everywhere=False):
     if "ptx.plugin" in sys.modules:  # that of kernels as PTX
         from ptx.plugin import Adversary
-
-        more = {}
     elif os.environ.get("TRITON_INTERPRET") == "1":
         from adversary import Adversary
     else:
         pytest.skip("the adversary needs Triton's interpreter, which runs where there is no GPU")
-    with Adversary(seed, **more) as adversary:
+    with Adversary(seed, everywhere) as adversary:
         yield adversary
 
 

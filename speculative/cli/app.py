@@ -125,5 +125,6 @@ def _fail_usage(error: Exception) -> int:
     checked = getattr(error.__cause__, "errors", None)  # pydantic's, by which newer versions of typer check
     if checked is not None:
         given = checked()[0]["input"]
-        message += "" if repr(given) in message else f", got {given!r}"
+        if repr(given) not in message:
+            message += f", got {given!r}"
     return _fail(f"{message} (see {command} --help)", 2)

@@ -34,7 +34,7 @@ LOSSLESS_METHODS = (
 )
 METHODS = (*LOSSLESS_METHODS, "typical-lossy")
 VERIFIERS = ("rejection", "held", "traversal", "held_traversal")
-VERIFIED_SO = ("chain", "specinfer", "sequoia", "dyspec", "rsd-c", "rsd-s")  # methods that take a verifier
+METHODS_WITH_VERIFIERS = ("chain", "specinfer", "sequoia", "dyspec", "rsd-c", "rsd-s")
 MAX_NODES = 2048  # in a tree
 
 
@@ -160,8 +160,8 @@ ProfileFile = Annotated[
 Verifier = Annotated[
     str | None,
     typer.Option(
-        help=f"How drafted tokens are verified: {', '.join(VERIFIERS)}. For {', '.join(VERIFIED_SO)}; each has a "
-        "default."
+        help=f"How drafted tokens are verified: {', '.join(VERIFIERS)}. For {', '.join(METHODS_WITH_VERIFIERS)}; each "
+        "has a default."
     ),
 ]
 TraceFile = Annotated[

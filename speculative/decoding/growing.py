@@ -65,15 +65,7 @@ class GrowingDrafter:
         return self.growth.depth
 
     def __call__(self, draft: Draft, cache: RowCache, state: Sequences, reach: Reach, lap: Lap) -> Drafted:
-        """Draft the trees level by level, then keep the best nodes; arguments as in `Drafter`.
-
-        Raises ValueError for a `Merge`.
-        """
-        if draft.root_distributions > 1:
-            raise ValueError(
-                "the tree grows, and a Merge needs to know which of its drafts draws a node; choose a TokenTree, or "
-                "Mixture for Merge"
-            )
+        """Draft the trees level by level, then keep the best nodes; arguments as in `Drafter`."""
         growth = self.growth
         rules = self.rules
         batch = len(state.root)
@@ -118,11 +110,17 @@ class GrowingDrafter:
         return drafted
 
 
-def growing_drafter(tree: Growth, depth: int, rules: Rules, device: torch.device) -> GrowingDrafter:
+def growing_drafter(tree: Growth, depth: int, draft: Draft, rules: Rules, device: torch.device) -> GrowingDrafter:
     """The drafter of trees that grow by the rule `tree`, but only by `depth` levels.
 
-    Raises ValueError for a method whose children are drawn in another way than growing trees draw them.
+    Raises ValueError for a `Merge`, and for a method whose children are drawn in another way than growing trees draw
+    them.
     """
+    if draft.root_distributions > 1:
+        raise ValueError(
+            "the tree grows, and a Merge needs to know which of its drafts draws a node; give a TokenTree, or take "
+            "Mixture for Merge"
+        )
     fitting = {"without_replacement": ("slot", "beam"), "top_k": ("slot", "node", "beam")}.get(rules.draw, ())
     if tree.by not in fitting:
         raise ValueError(

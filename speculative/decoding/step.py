@@ -211,7 +211,7 @@ def new_step(plan: StepPlan, depth: int) -> Step:
     tree = plan.tree if depth > 0 else ROOT
     device = plan.target.device
     if tree.grows:
-        drafter: Drafter = load("growing_drafter")(tree, depth, plan.rules, device)
+        drafter: Drafter = load("growing_drafter")(tree, depth, plan.draft, plan.rules, device)
     else:
         drafter = static(cast(TokenTree, tree), depth, plan.draft, plan.rules, device)
     return Step(plan, drafter)

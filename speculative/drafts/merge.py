@@ -147,7 +147,8 @@ class MergeVerifier:
             target = filtered_scores(target, target_filters)
             target_filters = Filters()
             shares, left = self.decided(nodes, target[:, 0], filtered_scores(distributions, draft_filters), max_depth)
-            # The last row of this root is no node's. A node's row would not be the same where the tree is cut.
+            # A root has 2**NODE_BITS noise rows, more than a tree has nodes, so its last row is no node's. The row of
+            # the tree's last node would be another one where the tree is cut, near the end of a text.
             assert noise.rows is not None
             last = Noise(noise.seed, noise.rows[:, 0] + (1 << NODE_BITS) - 1)
             logits = shares.log().float()

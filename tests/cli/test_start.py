@@ -25,7 +25,7 @@ def test_the_words_of_options_are_those_of_the_package():
     assert tuple(methods.METHODS) == options.METHODS
     assert options.LOSSLESS_METHODS == methods.LOSSLESS_METHODS
     assert options.VERIFIERS == methods.VERIFIERS
-    assert tuple(name for name, row in methods.METHODS.items() if row.verifiers) == options.VERIFIED_SO
+    assert tuple(name for name, row in methods.METHODS.items() if row.verifiers) == options.METHODS_WITH_VERIFIERS
     assert options.MAX_NODES == layouts.MAX_NODES == ordering.MAX_NODES
     assert planning.LIMIT == calibration.LIMIT
     assert all(isinstance(getattr(torch, name), torch.dtype) for name in options.Precision)

@@ -35,8 +35,6 @@ CPU = torch.device("cpu")
 class PathDraft:
     """A draft whose distribution depends on the whole path from the root; the path of each slot is remembered."""
 
-    root_distributions = 1
-
     def __init__(self, law):
         self.law = law  # tuple of tokens -> list of V log-probabilities
         self.paths: dict[int, tuple[int, ...]] = {}

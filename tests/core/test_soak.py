@@ -20,7 +20,7 @@ NOISE = 30e6  # bytes; 2 to 3 MB were measured, and a leak of 1 MB a generation 
 
 def growth(target, draft, rounds, after=lambda: None):
     """Resident bytes and live tensors gained after warm-up, at most, by texts of every method and of new lengths."""
-    # Of default trees there is one for each number of sequences, and its step is kept when it is needed first.
+    # With default trees each number of sequences has its own, and the first step with it makes tensors that are kept.
     trees = {name: {} if name == "autoregressive" else {"tree_size": 5} for name in METHODS}
     decoders = {name: SpeculativeDecoder(target, draft, name, **tree) for name, tree in trees.items()}
     chosen, measured = random.Random(0), []

@@ -134,9 +134,10 @@ def fill(x_ptr, count, BLOCK: tl.constexpr):
 
 
 @of_the_tool
-def test_a_view_is_all_that_a_launch_may_touch():
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_view_is_all_that_a_launch_may_touch(everywhere):
     storage = torch.zeros(4, 16)
-    with Adversary(1):
+    with Adversary(1, everywhere):
         fill[(1,)](storage[1:2], 16, 64)
         assert torch.equal(storage[1], torch.arange(16.0))
         with pytest.raises(HazardError, match=r"(?s)test_adversary.py:\d+ fill.*writes outside .* 128 bytes .* x_ptr"):

@@ -58,7 +58,7 @@ def greedy(model, **changes):
 @pytest.mark.parametrize(("kind", "method", "attention"), [
     ("cohere2", "dyspec", "eager"), ("qwen3", "sequoia", "sdpa"), ("olmo3", "dyspec", "heavypath"),
     ("mixtral", "dyspec", "heavypath"),
-    *(pytest.param(kind, method, None, marks=slow)  # that which transformers gives the family: not all have sdpa
+    *(pytest.param(kind, method, None, marks=slow)  # None: transformers' choice, since not all families have sdpa
       for kind in FAMILIES for method in ("sequoia", "dyspec", "specinfer")),
 ])  # fmt: skip
 @pytest.mark.few(2)

@@ -91,7 +91,7 @@ def plan_of(tree):
 
 def test_the_next_tree_is_larger_after_a_step_in_which_all_levels_were_accepted():
     rest = Noted()
-    adapting = Adapting(lambda *_: USUAL, rest, first=USUAL, copying=COPYING)
+    adapting = Adapting(lambda *_: USUAL, USUAL, rest, copying=COPYING)
     see = Seen(adapting)
     plan = plan_of(USUAL)
     found = []
@@ -108,7 +108,7 @@ def test_the_next_tree_is_larger_after_a_step_in_which_all_levels_were_accepted(
 def test_it_is_the_same_where_the_host_sees_a_step_while_the_next_one_runs():
     """As on a GPU: the plan is of a step whose tokens are not known yet."""
     rest = Noted()
-    adapting = Adapting(lambda *_: USUAL, rest, first=USUAL, copying=COPYING)
+    adapting = Adapting(lambda *_: USUAL, USUAL, rest, copying=COPYING)
     see = Seen(adapting)
     launched = [plan_of(USUAL), plan_of(USUAL)]
     adapting.before(None)

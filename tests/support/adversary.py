@@ -23,8 +23,8 @@ in a table must be named first: `adversary.knows(*tensors)`. The tests of a whol
 
     pytest tests/kernels/test_ordering.py --adversary 1
 
-where memory that is not named is left alone, as such tests name none, and so are large tensors. A test's own adversary
-takes the place of that one.
+Such tests name no memory, so there kernels of `BY_ADDRESS` may touch any, and large tensors are not watched. A test's
+own adversary takes the place of that one.
 
 Tensors should be small: each of their elements takes some 100 bytes here. `tl.atomic_load`, `atomic_store` and
 `atomic_poll`, which Triton has since 3.9, count as plain accesses, which order nothing.
@@ -47,6 +47,7 @@ from torch import Tensor
 
 _HERE, _TRITON = __file__, str(Path(triton.__file__).parent)
 _WARPS = 4  # Triton's own default
+BY_ADDRESS = {"_compact_kernel"}  # kernels that find memory by addresses in a table
 LARGE = 1 << 26  # bytes of a tensor
 PATIENCE = 200_000  # accesses after the last one that wrote, or the last start or end of a program
 _entered: list["Adversary"] = []
@@ -57,16 +58,16 @@ class HazardError(AssertionError):
 
 
 class Adversary:
-    """A context in which kernels meet the adversary; what it does depends on the seed alone. Within another one it
-    takes its place.
+    """A context in which kernels meet the adversary; what it does depends on the seed alone.
+
+    Within the context of another adversary it takes that one's place.
 
     launched: how often each kernel was
-    any_memory: whether a launch may touch memory that is in none of its tensors, which is not watched, nor are large
-        tensors
+    everywhere: whether the tests are not written for it, see the top of this file
     """
 
-    def __init__(self, seed: int, any_memory: bool = False):
-        self.seed, self.launched, self.any_memory = seed, Counter[str](), any_memory
+    def __init__(self, seed: int, everywhere: bool = False):
+        self.seed, self.launched, self.everywhere = seed, Counter[str](), everywhere
         self.random = random.Random(seed)
         self.known: list[tuple[str, Tensor]] = []
         self.launch: _Launch | None = None
@@ -105,7 +106,7 @@ class Adversary:
             self.patch.setattr(self.builder, f"create_{name}", partial(self._in_a_launch, watched, original))
 
     def _in_a_launch(self, watched, original, *given):
-        """What a launch that was taken up before does again, as a played graph does, is not watched."""
+        """Watch what a launch does. A played graph repeats launches by itself: these are not watched."""
         return (original if self.launch is None else watched)(*given)
 
     def _launching(self, call):
@@ -113,9 +114,12 @@ class Adversary:
             kernel, name = executor.fn, executor.fn.__name__
             given = {**dict(zip(executor.arg_names, args, strict=False)), **options}
             tensors = [*self.known, *(found for item in given.items() for found in _tensors(*item))]
-            if self.any_memory:
-                tensors = [(named, each) for named, each in tensors if each.untyped_storage().nbytes() < LARGE]
-            executor.fn = self.launch = _Launch(self, kernel, tensors, 32 * options.get("num_warps", _WARPS))
+            watched = tensors
+            if self.everywhere:
+                watched = [(named, each) for named, each in tensors if each.untyped_storage().nbytes() < LARGE]
+            any_memory = self.everywhere and (name in BY_ADDRESS or len(watched) < len(tensors))
+            threads = 32 * options.get("num_warps", _WARPS)
+            executor.fn = self.launch = _Launch(self, kernel, watched, threads, any_memory)
             try:
                 call(executor, *args, **options)
                 findings = self.launch.findings()
@@ -179,11 +183,11 @@ def _tensors(name: str, value: object) -> list[tuple[str, Tensor]]:
 class _Launch:
     """Stands in for a kernel in the interpreter's loop over the grid: at the last program it runs all of them."""
 
-    def __init__(self, adversary: Adversary, kernel, tensors: list[tuple[str, Tensor]], threads: int):
+    def __init__(self, adversary: Adversary, kernel, tensors: list[tuple[str, Tensor]], threads: int, any_memory: bool):
         self.__name__, self.__globals__ = kernel.__name__, kernel.__globals__
         self.__signature__ = inspect.signature(kernel)
         self.kernel, self.tensors, self.threads = kernel, tensors, threads
-        self.builder, self.random, self.any_memory = adversary.builder, adversary.random, adversary.any_memory
+        self.builder, self.random, self.any_memory = adversary.builder, adversary.random, any_memory
         self.cells: list[tuple[int, int, int]] = []
         self.lines: dict[tuple, int] = {}
         self.shapes: dict[tuple, int] = {}

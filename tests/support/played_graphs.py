@@ -458,7 +458,7 @@ def _is_changed(argument) -> bool:
 
 
 def _computed(function, args, kwargs):
-    """What an operation gives in a capture, where indices may be anything, since what they come from has not run."""
+    """What an operation gives in a capture, where indices and lengths may be anything: what gives them has not run."""
     try:
         return function(*args, **kwargs)
     except (IndexError, RuntimeError, ValueError):

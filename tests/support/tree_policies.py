@@ -31,7 +31,7 @@ class Scripted(TreePolicy):
             self.chosen.append(self.next_tree())
             return self.chosen[-1]
 
-        return Adapting(choose)
+        return Adapting(choose, plan.tree)
 
 
 def at_random(trees, seed=0):

@@ -109,7 +109,7 @@ def emulate_kernels() -> object:
 class Adversary:
     """The same to a test as that of adversary.py: launches within take turns at random, by a seed."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, everywhere: bool = False):
         self.seed = seed
 
     @property
