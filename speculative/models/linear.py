@@ -58,7 +58,7 @@ class Linears:
         self.can_copy = bool(weights) and library() is not None
         if not self.can_copy:
             return
-        shared = _copied_parameters()
+        shared = _copied_of({id(weight) for weight in weights})
         needed = sum(weight.nbytes for weight in weights if id(weight) not in shared)
         free = free_memory()
         self.can_copy = 2 * needed <= free
@@ -108,13 +108,14 @@ class Linears:
         return copied
 
 
-def _copied_parameters() -> set[int]:
-    """The ids of weights and biases of which a decoder has a current copy."""
+def _copied_of(weights: set[int]) -> set[int]:
+    """Those ids of weights of which a decoder has a current copy."""
     found: set[int] = set()
     with _lock:
         for copied in _packed.values():
-            if copied.is_current():
-                found.update(map(id, copied.parameters))
+            copies = weights.intersection(map(id, copied.parameters))
+            if copies and copied.is_current():
+                found |= copies
     return found
 
 

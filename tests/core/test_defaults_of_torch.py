@@ -64,6 +64,7 @@ def test_a_draft_writes_the_same_text(draft, default, tmp_path):
     assert decoded(target, made) == expected
 
 
+@pytest.mark.few(1)
 def test_recurrent_layers_write_the_same_text(default):
     pair = recurrent("qwen3_next", 1), recurrent("qwen3_next", 2)
     expected = decoded(*pair)

@@ -208,6 +208,7 @@ def test_launches_that_take_the_host_long_do_not_say_that_a_draft_does_not_pay(a
     assert "does not pay" not in caplog.text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("warms_up", [True, False])
 def test_a_step_that_is_tried_out_gets_as_far_as_the_rows_of_the_caches(warms_up, as_on_a_gpu, monkeypatch):
     """So that what it launches before is compiled side by side, at the first step of a workspace at the latest."""

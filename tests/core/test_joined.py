@@ -68,6 +68,7 @@ def text(decoder, model):
     return expected
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "fewer"), [("llama with biases, tied", 6), ("qwen2", 5), ("qwen3", 3)])
 def test_parameters_stay_the_same_objects_with_their_values_and_versions(name, fewer, without_collector):
     """fewer: pieces of memory that a layer has less, two for q, k and v, one for gate and up, the same for biases."""

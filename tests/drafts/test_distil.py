@@ -299,6 +299,7 @@ def test_a_draft_without_a_measured_answer_is_saved_without_an_acceptance(kind, 
     assert draft.config.acceptance is load_draft(tmp_path / "draft", target).config.acceptance is None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["head", "block", "medusa"])
 def test_a_default_tree_is_planned_with_the_acceptance_that_the_training_measured(kind, tmp_path):
     target = tiny_target()

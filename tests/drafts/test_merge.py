@@ -72,7 +72,7 @@ def test_greedy_children_are_the_likeliest_tokens_of_one_draft_after_the_other(t
     ("sequoia", {"tree": DEEP}), ("rsd-c", {"branching": [3, 2], "verifier": "traversal"}),
     ("spectr", {"width": 3, "tree_size": 7}), ("ersd", {"tree": DEEP}),
 ])  # fmt: skip
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_any_method_with_static_trees_takes_a_merge_and_keeps_the_law(method, options):
     """Filters leave tokens out, so that children of all kinds are absent."""
     target, prompt, filters = tiny_llama(1), torch.tensor([3, 1, 4, 3, 1]), {"temperature": 0.9, "top_k": 5}

@@ -55,7 +55,7 @@ def assert_laws(decoder, oracle, monkeypatch, texts=1):
     assert [depths.count(depth) > 4 for depth in range(2)] == [True, True]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_laws_are_those_of_the_formulas_below_the_root_and_below_nodes(kind, tmp_path, monkeypatch):
     """Of the published tensors, in fp64, with neither transformers' layers nor its loader."""

@@ -117,6 +117,7 @@ def test_the_joint_law_and_the_greedy_text_are_the_targets_with_an_adversarial_d
     assert torch.equal(decoder.generate(PROMPT[None], 20).sequences, transformers_greedy(target, PROMPT[None], 20))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["specinfer", "spectr"])
 def test_nodes_of_one_text_draft_from_one_law_whatever_the_draft_returns(method):
     """Of two sequences that begin with equal tokens, the second tokens are compared with one distribution."""

@@ -106,6 +106,19 @@ def test_a_copy_is_announced_and_made_once_and_a_lack_of_memory_is_said(monkeypa
     del first, product
 
 
+def test_copies_of_other_models_are_not_read(monkeypatch):
+    """A process with many decoders would read more of them for each new one."""
+    others = [layers_of((True,) * 3) for _ in range(3)]
+    kept = [linears_of(layers).together(layers) for layers in others]
+    read = []
+    monkeypatch.setattr(linear.Packed, "is_current", lambda copied: read.append(copied) or True)
+    linears_of(layers_of((True,) * 3))
+    assert not read
+    linears_of(others[1])
+    assert len(read) == 1
+    del kept
+
+
 def test_what_the_kernels_cannot_do_is_left_to_the_module():
     class Own(nn.Linear):
         pass

@@ -24,6 +24,7 @@ def copied(demo_pair):
     return target, draft, tokenizer(6 * LINE, return_tensors="pt").input_ids
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("method", "temperature"), [("sequoia", 0.0), ("ersd", 0.3), ("dyspec", 0.0)])
 def test_a_copy_takes_fewer_steps_and_the_text_stays(method, temperature, copied, monkeypatch):
     target, _, prompt = copied

@@ -324,6 +324,7 @@ def test_texts_on_a_gpu_are_those_on_a_cpu(tiny_pair):
     assert texts[:2] == texts[2:]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("method", ["sequoia", "dyspec", "rsd-s", "specinfer"])
 @pytest.mark.parametrize("draft", [PromptLookup, Recall, Lookahead])
 def test_no_processor_is_shown_a_row_without_any_token(draft, method, tiny_pair):
