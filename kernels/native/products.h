@@ -10,7 +10,7 @@
 // Of weights in bf16 two vectors of a block are stored as one of words, the first in the lower halves: a shift and a mask
 // make fp32 of them.
 //
-// A block is taken in pieces that stay in the second cache, from which all groups of rows read them. Meanwhile they
+// A block is taken in pieces that stay in the caches of a core, from which all groups of rows read them. Meanwhile they
 // fetch the next piece from memory, each an equal share, so that memory and multipliers work at once.
 
 #pragma once
@@ -25,7 +25,7 @@ namespace heavypath {
 constexpr int BLOCK = VECTORS * WIDTH;    // outputs
 constexpr int64_t PARTS = 4;              // places of memory that are read at once
 constexpr int64_t PANEL = 64;             // rows that share the reading of a piece
-constexpr int64_t LARGEST = WIDTH << 13;  // bytes of a piece: 64 KB with AVX2, 128 KB with AVX-512
+constexpr int64_t LARGEST = WIDTH << 11;  // bytes of a piece: 16 KB with AVX2, 32 KB with AVX-512
 constexpr int64_t LINE = 64;              // bytes that come from memory together
 
 template <typename Number>
