@@ -25,14 +25,15 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import (
+    GREATEST,
     HIDDEN_BITS,
     LEAST,
     LOWEST,
     Filters,
-    raised,
     score,
     softmax_scale,
     sum_of_products,
+    within_fp32,
 )
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.sharing import (
@@ -247,12 +248,19 @@ def _least_score(largest, temperature, log_min_p):
 
 
 @triton.jit
+def in_fp32(temperature):
+    """`filtering.within_fp32` in a kernel, for an fp64 number; 0 stays, and stands for the largest logit alone."""
+    within = tl.minimum(tl.maximum(temperature, LEAST), GREATEST)
+    return tl.where(temperature > 0, within, 0.0).to(tl.float32)
+
+
+@triton.jit
 def _settings(settings_ptr, V):
     """Load a sequence's temperature, top_k, top_p and log(min_p), as in a launch with one setting for all."""
     top_k = tl.load(settings_ptr + 1)
     min_p = tl.load(settings_ptr + 3)
     return (
-        tl.load(settings_ptr).to(tl.float32),
+        in_fp32(tl.load(settings_ptr)),
         tl.where((top_k < 1) | (top_k > V), V, top_k).to(tl.int32),
         tl.load(settings_ptr + 2).to(tl.float32),
         tl.where(min_p > 0, tl.log(tl.maximum(min_p, 1e-300)), float("-inf")).to(tl.float32),
@@ -413,7 +421,7 @@ def filter_cuts(logits: Tensor, filters: Filters) -> Cuts | None:
     top_k = min(int(filters.top_k or vocab_size), vocab_size)
     top_p = 1.0 if filters.top_p is None else float(filters.top_p)
     log_min_p = math.log(filters.min_p) if filters.min_p else -math.inf
-    cuts, _ = _launched(logits, None, raised(filters.temperature), top_k, top_p, log_min_p)
+    cuts, _ = _launched(logits, None, within_fp32(filters.temperature), top_k, top_p, log_min_p)
     return cuts
 
 

@@ -26,6 +26,7 @@ from heavypath.kernels.language import tl, triton
 from heavypath.kernels.numbers import real, whole
 
 LEAST_TEMPERATURE = 2.0**-126  # the smallest normal fp32 number, to which lower temperatures above 0 are raised
+GREATEST_TEMPERATURE = 2.0**127  # the largest power of two in fp32, to which higher temperatures are lowered
 
 
 class Filters(NamedTuple):
@@ -48,19 +49,27 @@ class Filters(NamedTuple):
         )
 
     def check(self, prefix: str = "") -> "Filters":
-        """Raise TypeError for a value that is no number, ValueError for one outside its range; returns self."""
-        for name, value in self._asdict().items():
-            if value is not None:
-                (whole if name == "top_k" else real)(f"{prefix}{name}", value)
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"{prefix}temperature must be a finite number >= 0, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 0:
-            raise ValueError(f"{prefix}top_k must be None or an integer >= 0, got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"{prefix}top_p must be None or in (0, 1], got {self.top_p}")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ValueError(f"{prefix}min_p must be None or in [0, 1], got {self.min_p}")
-        return self
+        """Return the filters as numbers of Python, which C++ and Triton take.
+
+        Raises TypeError for a value that is no number, ValueError for one outside its range.
+        """
+        filters = self._replace(
+            **{
+                name: (whole if name == "top_k" else real)(f"{prefix}{name}", value)
+                for name, value in self._asdict().items()
+                if value is not None
+            }
+        )
+        temperature, top_k, top_p, min_p = filters
+        if not (math.isfinite(temperature) and temperature >= 0):
+            raise ValueError(f"{prefix}temperature must be a finite number >= 0, got {temperature}")
+        if top_k is not None and top_k < 0:
+            raise ValueError(f"{prefix}top_k must be None or an integer >= 0, got {top_k}")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise ValueError(f"{prefix}top_p must be None or in (0, 1], got {top_p}")
+        if min_p is not None and not 0 <= min_p <= 1:
+            raise ValueError(f"{prefix}min_p must be None or in [0, 1], got {min_p}")
+        return filters
 
     def drop(self, vocab_size: int) -> bool:
         """Whether top-k, top-p or min-p may drop any of `vocab_size` tokens."""
@@ -68,9 +77,9 @@ class Filters(NamedTuple):
         return top_k or (self.top_p is not None and self.top_p < 1) or bool(self.min_p)
 
 
-def raised(temperature: float) -> float:
-    """Return the temperature by which logits are divided: at least `LEAST_TEMPERATURE`."""
-    return max(float(temperature), LEAST_TEMPERATURE)
+def within_fp32(temperature: float) -> float:
+    """Return the temperature by which logits are divided: the nearest one by which fp32 can divide."""
+    return min(max(float(temperature), LEAST_TEMPERATURE), GREATEST_TEMPERATURE)
 
 
 def scores(logits: np.ndarray, largest: np.ndarray, temperature: float) -> np.ndarray:
@@ -81,7 +90,7 @@ def scores(logits: np.ndarray, largest: np.ndarray, temperature: float) -> np.nd
     """
     scaled = logits - largest
     if temperature != 1:
-        scaled /= np.float32(raised(temperature))
+        scaled /= np.float32(within_fp32(temperature))
     if scaled.size and not scaled.min() > -math.inf:  # a number is -inf or NaN, or has overflowed
         scaled = np.where(logits == -math.inf, scaled, np.maximum(scaled, np.finfo(np.float32).min))
     return scaled
@@ -104,6 +113,7 @@ def filtered_scores(logits: np.ndarray, largest: np.ndarray, filters: Filters) -
         before = weights.cumsum(-1) - weights  # the mass before each token
         outside = np.empty(order.shape, dtype=bool)
         cut = before >= float(np.float32(filters.top_p)) * weights.sum(-1, keepdims=True)
+        cut[..., 0] = False  # also where top_p is 0 in fp32
         np.put_along_axis(outside, order, cut, -1)
         scaled = np.where(outside, -math.inf, scaled)
     if filters.min_p:
@@ -128,6 +138,7 @@ def filtered_logprobs(logits: Tensor, filters: Filters) -> Tensor:
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 LEAST = tl.constexpr(LEAST_TEMPERATURE)
+GREATEST = tl.constexpr(GREATEST_TEMPERATURE)
 LOG2E = tl.constexpr(1 / math.log(2))
 HIDDEN_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits that are 0 after conversion to fp32
 

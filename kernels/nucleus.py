@@ -32,7 +32,7 @@ from heavypath.kernels.filter_cuts import (
     number_of,
     sums_of_pass,
 )
-from heavypath.kernels.filtering import HIDDEN_BITS, LOWEST, Filters, raised, softmax_scale
+from heavypath.kernels.filtering import HIDDEN_BITS, LOWEST, Filters, softmax_scale, within_fp32
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.noise import Noise, Stream, seed_arguments, seed_words
 from heavypath.kernels.sampling_kernel import (
@@ -291,7 +291,7 @@ def launch_tokens(
             logits.stride(0),
             k,
             **seed_arguments(noise.seed),
-            temperature=raised(filters.temperature),
+            temperature=within_fp32(filters.temperature),
             top_p=float(filters.top_p or 1.0),
             helping=helping,
             STREAM=int(stream),

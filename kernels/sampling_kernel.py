@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.filter_cuts import filter_cuts, filtered
-from heavypath.kernels.filtering import LOG2E, LOWEST, Filters, raised, score, softmax_scale, sum_of_products
+from heavypath.kernels.filtering import LOG2E, LOWEST, Filters, score, softmax_scale, sum_of_products, within_fp32
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.noise import Noise, Stream, gumbel_of, log2_below, octet_bits, seed_arguments, seed_words
 from heavypath.kernels.tickets import is_last, tickets
@@ -420,7 +420,7 @@ def launch_topk(
             row_stride=logits.stride(0),
             K=places,
             **seed_arguments(noise.seed),
-            temperature=raised(filters.temperature) if noisy else 1.0,
+            temperature=within_fp32(filters.temperature) if noisy else 1.0,
             STREAM=int(stream),
             HAS_ROWS=noise.rows is not None,
             DRAWS=draws,

@@ -15,8 +15,8 @@ the probability, whatever the noise.
 import torch
 from torch import Tensor
 
-from heavypath.kernels.filter_cuts import cuts_by_sequence, filtered
-from heavypath.kernels.filtering import LEAST, LEAST_TEMPERATURE, Filters, score
+from heavypath.kernels.filter_cuts import cuts_by_sequence, filtered, in_fp32
+from heavypath.kernels.filtering import GREATEST_TEMPERATURE, LEAST, LEAST_TEMPERATURE, Filters, score
 from heavypath.kernels.implementation import choose_impl, in_rows, operator
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.step_kernels import kernels_by
@@ -58,7 +58,7 @@ def reference(logits: Tensor, settings: Tensor) -> Tensor:
     temperature, top_k, top_p, min_p = (column[:, None, None] for column in settings.unbind(1))  # [B, 1, 1]
     vocab_size = logits.shape[-1]
     largest = logits.amax(-1, keepdim=True)
-    scores = (logits - largest) / temperature.clamp(min=LEAST_TEMPERATURE).float()
+    scores = (logits - largest) / temperature.clamp(LEAST_TEMPERATURE, GREATEST_TEMPERATURE).float()
     scores = scores.clamp(min=LOWEST).masked_fill(logits == -torch.inf, -torch.inf)
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     place = (top_k.long() - 1).clamp(0, vocab_size - 1).expand(*logits.shape[:2], 1)
@@ -66,6 +66,7 @@ def reference(logits: Tensor, settings: Tensor) -> Tensor:
     weights = scores.gather(-1, order).exp().double()
     before = weights.cumsum(-1) - weights  # the mass before each token
     outside = (before >= top_p.float().double() * weights.sum(-1, keepdim=True)) & (top_p < 1)
+    outside[..., 0] = False  # also where top_p is 0 in fp32
     scores = scores.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
     scores = scores.masked_fill((scores < min_p.log().float()) & (min_p > 0), -torch.inf)
     first = logits.argmax(-1, keepdim=True) == torch.arange(vocab_size, device=logits.device)
@@ -96,7 +97,7 @@ def _scores_kernel(
     row_ptr = logits_ptr + (row // N).to(tl.int64) * batch_stride + (row % N).to(tl.int64) * row_stride
     x = tl.load(row_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
     largest = tl.load(largest_ptr + row)
-    temperature = tl.maximum(tl.load(settings_ptr + row // N * settings_stride).to(tl.float32), LEAST)
+    temperature = tl.maximum(in_fp32(tl.load(settings_ptr + row // N * settings_stride)), LEAST)
     kept = filtered(x, token, tl.load(cut_ptr + row), tl.load(end_ptr + row))
     scores = tl.where(largest == largest, score(kept, largest, temperature), float("nan"))
     tl.store(scores_ptr + row.to(tl.int64) * V + token, scores, mask=token < V)

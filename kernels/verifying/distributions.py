@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.filter_cuts import filtered
-from heavypath.kernels.filtering import LOWEST, Filters, filtered_scores, raised, softmax_scale, sum_of_products
+from heavypath.kernels.filtering import LOWEST, Filters, filtered_scores, softmax_scale, sum_of_products, within_fp32
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.nodes import Verified, VerifyInputs, as_verified, no_maximum
 from heavypath.kernels.noise import Stream, gumbels
@@ -42,7 +42,7 @@ def log_weights(row: np.ndarray, filters: Filters) -> np.ndarray:
     """Return log2 P up to a constant, with largest element 0: fp32 [V] from fp32 logits [V]; temperature > 0."""
     if filters.drop(len(row)):
         return filtered_scores(row, row.max(keepdims=True), filters) * np.float32(math.log2(math.e))
-    return (row - row.max()) * np.float32(math.log2(math.e) / raised(filters.temperature))
+    return (row - row.max()) * np.float32(math.log2(math.e) / within_fp32(filters.temperature))
 
 
 def best_tokens(keys: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from heavypath.kernels.filter_cuts import filter_cuts
-from heavypath.kernels.filtering import raised
+from heavypath.kernels.filtering import within_fp32
 from heavypath.kernels.implementation import in_rows
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.nodes import Nodes, VerifyInputs
@@ -129,8 +129,8 @@ def tree_arguments(inputs: VerifyInputs) -> dict[str, Any]:
         "draft_batch_stride": draft.stride(0),
         "draft_stride": draft.stride(1),
         **seed_arguments(seed),
-        "temperature": raised(inputs.target_filters.temperature),
-        "draft_temperature": raised(inputs.draft_filters.temperature),
+        "temperature": within_fp32(inputs.target_filters.temperature),
+        "draft_temperature": within_fp32(inputs.draft_filters.temperature),
         "HAS_RANKS": ranks is not None,
         "HAS_NOISE_ROWS": rows is not None,
         "BLOCK": max(16, triton.next_power_of_2(tokens.shape[1])),

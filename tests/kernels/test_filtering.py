@@ -1,10 +1,14 @@
 """Filters against transformers' own logits processors."""
 
+import numpy as np
 import pytest
 import torch
+from devices import PLACES, run_on
+from kernel_cases import NATIVE
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
+from heavypath.kernels.sampling import gumbel_topk
 
 
 @pytest.mark.parametrize("filters", [
@@ -51,3 +55,24 @@ def test_logits_of_any_floating_point_type_are_filtered_as_in_fp32(dtype):
 def test_a_filter_outside_its_range_is_refused(filters, message):
     with pytest.raises((TypeError, ValueError), match=message):
         filters.check()
+
+
+@pytest.mark.parametrize("top_p", [1e-46, 5e-324])
+def test_a_top_p_that_is_zero_in_fp32_keeps_the_likeliest_token(top_p):
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 3.0, -torch.inf]])
+    kept = filtered_logprobs(logits, Filters(top_p=top_p)) > -torch.inf
+    assert kept.tolist() == [[False, True, False], [True, False, False]]
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton", NATIVE])
+@pytest.mark.parametrize("temperature", [4e38, 1e300])
+def test_a_temperature_that_is_infinite_in_fp32_makes_all_tokens_but_excluded_ones_equally_likely(temperature, impl):
+    logits = torch.tensor([[0.0, 2.0, 1.0, -torch.inf]])
+    drawn = run_on(PLACES.get(impl, "cpu"), gumbel_topk, logits, 4, temperature=temperature, impl=impl)
+    assert sorted(drawn.tokens[0].tolist()) == [-1, 0, 1, 2]
+    torch.testing.assert_close(drawn.logprobs[0, :3].exp(), torch.full((3,), 1 / 3))
+
+
+@pytest.mark.parametrize("lay", [lambda value: np.array([value]), lambda value: torch.tensor([[value]])])
+def test_filters_of_one_element_are_numbers(lay):
+    assert Filters(*map(lay, (0.5, 3, 0.25, 0.125))).check() == Filters(0.5, 3, 0.25, 0.125)

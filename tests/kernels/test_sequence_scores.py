@@ -80,6 +80,18 @@ def test_settings_may_lie_in_columns(impl):
     assert torch.equal(scores_by(impl, logits, columns), sequence_scores(logits, settings, impl="torch"))
 
 
+@IMPLS
+def test_settings_that_fp32_does_not_have_are_the_nearest_that_it_has(impl):
+    """A temperature below 1e-45 is 0 in fp32, one above 4e38 infinite; a top_p below 1e-45 is 0."""
+    filters_of = [Filters(1e-50, top_k=3), Filters(1e-300, None, 0.9, 0.1), Filters(1e39), Filters(1.0, None, 1e-46)]
+    logits = logits_with_ties(33, len(filters_of))
+    found = scores_by(impl, logits, torch.tensor([*map(settings_of, filters_of)], dtype=torch.float64)).numpy()
+    for own, filters, scores in zip(logits.numpy(), filters_of, found, strict=True):
+        with np.errstate(over="ignore"):
+            expected = filtered_scores(own, own.max(-1, keepdims=True), filters)
+        assert np.array_equal(scores, expected)
+
+
 @needs_compiler
 def test_a_recording_reads_settings_when_it_is_replayed():
     logits, rows = logits_with_ties(33, 1), SETTINGS[:1].clone()
