@@ -56,6 +56,7 @@ class Noise(NamedTuple):
 def philox(seed: int, c0: Words, c1: Words, c2: Words, c3: Words) -> np.ndarray:
     """Return ten rounds of Philox-4x32, uint32 [..., 4], of the low 32 bits of four counters that broadcast."""
     c0, c1, c2, c3 = (np.asarray(counter).astype(np.uint64) & _MASK for counter in (c0, c1, c2, c3))
+    seed = int(seed)  # NumPy's integers of 32 bits overflow below
     low = seed & _MASK
     high = seed >> 32 & _MASK
     for _ in range(10):
@@ -122,6 +123,7 @@ def seed_arguments(seed: int | Tensor) -> dict[str, Tensor | int | None]:
     """Return a kernel's arguments for a seed: a pointer, or the two halves of the value as signed 32-bit integers."""
     if isinstance(seed, Tensor):
         return {"seed_ptr": seed, "seed_low": 0, "seed_high": 0}
+    seed = int(seed)  # Triton takes no integers of NumPy, and those of 32 bits overflow below
     low = seed & _MASK
     high = (seed >> 32) & _MASK
     return {"seed_ptr": None, "seed_low": low - (low >> 31 << 32), "seed_high": high - (high >> 31 << 32)}

@@ -2,6 +2,7 @@
 
 from itertools import permutations
 
+import numpy as np
 import pytest
 import torch
 from devices import DEVICE, PLACES, placed, run_on
@@ -10,6 +11,7 @@ from statistical import SIGNIFICANCE, chi_square_p_value
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.sampling import gumbel_topk, stochastic_beam
+from heavypath.kernels.verification import verify_tree
 
 ROWS = 60_000
 
@@ -160,6 +162,19 @@ def test_a_seed_in_memory_draws_what_its_number_draws(seed):
         ), strict=True)  # fmt: skip
         assert all(map(torch.equal, *drawn))
         assert all(map(torch.equal, *beams))
+
+
+@pytest.mark.parametrize("seed", [np.int8(-3), np.int32(7), np.int64(2**40), np.uint64(2**64 - 1)], ids=repr)
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_seed_of_numpy_draws_and_verifies_as_its_number(seed, impl):
+    logits, tree = torch.randn(1, 3, 20), (torch.tensor([[0, 7, 9]]), torch.tensor([-1, 0, 0]))
+    drawn, verified = zip(*(
+        (drawn_by(impl, logits[0], 4, seed=given, uniform_fill=True, top_k=2),
+         run_on(PLACES[impl], verify_tree, *tree, logits, logits, method="held", seed=given, impl=impl))
+        for given in (seed, int(seed))
+    ), strict=True)  # fmt: skip
+    assert all(map(torch.equal, *drawn))
+    assert all(map(torch.equal, *verified))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0, 1e-30, 1e-42])
