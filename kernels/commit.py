@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heavypath.kernels.implementation import choose_impl, operator
+from heavypath.kernels.implementation import check_rows, choose_impl, operator
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.step_kernels import kernels_by
@@ -86,11 +86,12 @@ def commit(
     verified:  the result of `verify_tree`
     branching: the most children that any node has
     impl:      see `implementation`; "triton" is one launch without host synchronisation, and "torch" takes CPU tensors.
-               Only the device is checked
+               Only the device is checked, and that the rows of the state are contiguous, unless impl is "torch"
     """
     impl = choose_impl("commit", impl, nodes.tokens, native=True)
     if impl == "torch" and nodes.tokens.is_cuda:
         raise ValueError("commit: impl 'torch' takes CPU tensors, got CUDA tensors; take impl 'triton'")
+    check_rows(impl, {f"state.{name}": field for name, field in state._asdict().items() if name != "stops"})
     kernels_by(impl).commit(state, nodes, depths, verified, branching)
 
 
@@ -244,7 +245,7 @@ def launch(state: State, nodes: Nodes, depths: Tensor, verified: Verified, branc
         _commit_kernel[(len(tokens),)](
             numbers_ptr=numbers,
             output_ptr=output,
-            stops_ptr=stops,
+            stops_ptr=stops.contiguous(),
             seen_ptr=seen.view(torch.int8),
             counts_ptr=counts,
             tokens_ptr=tokens.contiguous(),

@@ -7,7 +7,7 @@ torch. Some functions have a third: "native", compiled C++ for CPU tensors (`hea
 torch.compile sees a public function as one operator (`operator`), and torch.func does not look into it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -93,6 +93,14 @@ def _triton(function: str) -> str:
             "triton`, elsewhere take CPU tensors, which other implementations serve"
         )
     return "triton"
+
+
+def check_rows(impl: str, changed: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a tensor whose last axis is not contiguous, so that a kernel cannot change it in place."""
+    for name, tensor in changed.items():
+        if impl != "torch" and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            got = f"strides {[*tensor.stride()]} of {[*tensor.shape]}"
+            raise ValueError(f"impl {impl!r} changes {name} with a last stride of 1, got {got}; take impl 'torch'")
 
 
 def in_rows(tensor: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ _BLOCK = 4096  # tokens that a program reads at once
 def add_to_mixture(mixed: Tensor | None, logits: Tensor, log_weight: float, *, impl: str = "auto") -> Tensor:
     """Return y with another part, fp32 [B, n, V].
 
-    mixed:      y of the parts before, contiguous fp32 [B, n, V], which may be overwritten; None for the first part
+    mixed:      y of the parts before, fp32 [B, n, V], which may be overwritten; None for the first part
     logits:     x of the part, [B, n, V]; a row of only -inf adds nothing, and one with NaN or +inf becomes NaN
     log_weight: log w of the part
     impl:       "auto", "native", "triton" or "torch", see `implementation`
@@ -92,7 +92,7 @@ def _launch(mixed: Tensor | None, logits: Tensor, log_weight: float) -> Tensor:
         with torch.cuda.device_of(logits):
             _mix_kernel[(batch * nodes,)](
                 logits,
-                mixed,
+                None if mixed is None else mixed.contiguous(),
                 out,
                 nodes,
                 vocab_size,

@@ -280,7 +280,8 @@ def _launch_begin(
     states = features.new_empty(batch * count, columns)
     joined = features.new_empty(batch * count, width + columns)
     (embedded_weight, embedded_epsilon), (feature_weight, feature_epsilon) = (
-        each or (None, 0.0) for each in (norms.embedded, norms.features)
+        (None, 0.0) if each is None else (each.weight.contiguous(), each.epsilon)
+        for each in (norms.embedded, norms.features)
     )
     rows = positions = before = words = mask = None
     if nodes is not None:
@@ -349,7 +350,7 @@ def _launch_end(
             _end_kernel[(count,)](
                 hidden.contiguous(),
                 added.contiguous(),
-                None if norm is None else norm.weight,
+                None if norm is None else norm.weight.contiguous(),
                 outputs,
                 rows,
                 normed,

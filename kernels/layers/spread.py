@@ -75,6 +75,7 @@ def _spread_kernel(logits, of_draft, out, V, own, BLOCK: tl.constexpr):
 def _launch(logits: Tensor, of_draft: Tensor) -> Tensor:
     """Launch the kernel of `spread_logits`."""
     logits = logits.contiguous()
+    of_draft = of_draft.contiguous()
     vocab_size = len(of_draft)
     out = logits.new_empty(*logits.shape[:-1], vocab_size)
     rows = out.numel() // vocab_size

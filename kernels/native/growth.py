@@ -32,6 +32,7 @@ def grow(
     slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy
 ) -> tuple[Level, NodeInputs]:
     """Fill the next level, as `trees.growing.grow` does."""
+    slots.check_contiguous()
     batch, parents, most = draws.tokens.shape
     count = policy.slots_below(draws)
     end = above.first + parents
@@ -85,6 +86,7 @@ def grow(
 
 def assemble(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -> Assembled:
     """Make trees of at most `nodes` nodes from the drafted slots, as `trees.assembly.assemble` does."""
+    slots.check_contiguous()
     batch, stride = slots.tokens.shape
     nodes = min(nodes, last.end)
     out = torch.empty(_ASSEMBLED * batch * nodes, dtype=torch.long, device="cpu")

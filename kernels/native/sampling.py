@@ -110,7 +110,7 @@ def mix(mixed: Tensor | None, logits: Tensor, log_weight: float) -> Tensor:
     logits = logits.detach().float()
     if logits.stride(2) != 1:
         logits = logits.contiguous()
-    out = torch.empty(logits.shape, dtype=torch.float32, device="cpu") if mixed is None else mixed
+    out = torch.empty(logits.shape, dtype=torch.float32, device="cpu") if mixed is None else mixed.contiguous()
     call = _Mix(
         logits,
         *logits.shape,

@@ -187,7 +187,7 @@ def commit(
         numbers.stride(0),
         output,
         output.stride(0),
-        stops,
+        stops.contiguous(),
         seen,
         seen.stride(0),
         counts,

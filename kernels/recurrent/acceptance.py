@@ -47,9 +47,10 @@ def accept_state(
     lead = end.to(wide).exp().masked_fill((count == 0).view(-1, *[1] * (end.dim() - 1)), 1)
     state.mul_(lead.view(*end.shape[:2], -1, 1))
     added = values.to(wide).masked_fill(~taken, 0)
-    state.view(-1, columns[0], columns[1]).baddbmm_(
-        faded.permute(0, 2, 3, 1).flatten(0, 1), added.transpose(1, 2).flatten(0, 1)
-    )
+    flat = state.flatten(0, 1)  # a copy if the strides require it
+    flat.baddbmm_(faded.permute(0, 2, 3, 1).flatten(0, 1), added.transpose(1, 2).flatten(0, 1))
+    if not state.is_contiguous():
+        state.copy_(flat.view(state.shape))
     return None
 
 

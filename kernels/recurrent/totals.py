@@ -156,7 +156,7 @@ def _launch(
     totals = torch.empty(gates.shape, dtype=torch.float64, device=gates.device)
     rows = _in_rows(gates)
     above, count = paths.outside
-    log_rate, bias = (None, None) if weights is None else weights
+    log_rate, bias = (None, None) if weights is None else (each.contiguous() for each in weights)
     with torch.cuda.device_of(gates):
         _totals_kernel[(triton.cdiv(rows.shape[1], _COLUMNS), above.shape[1], batch)](
             rows,

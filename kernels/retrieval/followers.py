@@ -230,7 +230,7 @@ def _launch(
         _followers_kernel[(count, batch)](
             cache_rows.contiguous(),
             prefix_lengths.contiguous(),
-            corpus.followers,
+            corpus.followers.contiguous(),
             keys,
             values,
             sums,

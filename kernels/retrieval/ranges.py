@@ -267,7 +267,7 @@ def _launch(corpus: SortedCorpus, nodes: Appended, keys: Tensor, values: Tensor)
     with torch.cuda.device_of(keys):
         _append_kernel[(count, batch)](
             *(field.contiguous() for field in nodes),
-            corpus.steps,
+            corpus.steps.contiguous(),
             keys,
             values,
             count,
@@ -288,7 +288,7 @@ def _launch_renew(corpus: SortedCorpus, rows: Tensor, keys: Tensor, values: Tens
     with torch.cuda.device_of(keys):
         _renew_kernel[(len(rows),)](
             rows.contiguous(),
-            corpus.steps,
+            corpus.steps.contiguous(),
             keys,
             values,
             len(corpus.steps),

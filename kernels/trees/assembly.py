@@ -52,7 +52,8 @@ def assemble(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -
     last:  the last level
     trims: remove nodes that are absent from all trees, which synchronises with the host; `launch` cannot do it
 
-    Nothing is checked: `StepKernels.assemble` is this function, `launch`, or its C++.
+    `StepKernels.assemble` is this function, `launch`, or its C++. Nothing is checked, except that the latter two raise
+    ValueError for slots that are not contiguous.
     """
     nodes = min(nodes, last.end)
     parents, ranks, depths, tokens, values = (host(field[:, : last.end]) for field in slots[:5])
@@ -179,6 +180,7 @@ def _number_kernel(
 
 def launch(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -> Assembled:
     """Make the trees as `assemble` does, in three launches without host synchronisation; trims must be False."""
+    slots.check_contiguous()
     batch, stride = slots.tokens.shape
     nodes = min(nodes, last.end)
     if trims or nodes > MAX_NODES:
@@ -221,8 +223,8 @@ def launch(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -> 
             kept_ptr=kept,
             permutation_ptr=order.permutation,
             order_parents_ptr=order.parents,
-            lengths_ptr=roots.lengths,
-            root_rows_ptr=roots.noise_rows,
+            lengths_ptr=roots.lengths.contiguous(),
+            root_rows_ptr=roots.noise_rows.contiguous(),
             tokens_ptr=tokens,
             parents_ptr=parents,
             depths_ptr=depths,

@@ -54,8 +54,9 @@ def grow(
     draws:  [B, n, K], tokens drawn for the children of each node, without replacement
     logits: [B, n, V], fp32, fp16 or bf16, from which the tokens were drawn
 
-    The level has `policy.slots_below(draws)` slots; some may stay empty. Nothing is checked: `StepKernels.grow` is this
-    function, its Triton kernels (one or two launches without host synchronisation), or its C++.
+    The level has `policy.slots_below(draws)` slots; some may stay empty. `StepKernels.grow` is this function, its
+    Triton kernels (one or two launches without host synchronisation), or its C++. Nothing is checked, except that the
+    latter two raise ValueError for slots that are not contiguous.
     """
     count = policy.slots_below(draws)
     if above.first == 0:

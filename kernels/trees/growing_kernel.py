@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import LOG2E, LOWEST
+from heavypath.kernels.implementation import in_rows
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.sampling import TopK
 from heavypath.kernels.trees.levels import NodeInputs
@@ -391,13 +392,16 @@ def grow(
     slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy
 ) -> tuple[Level, NodeInputs]:
     """Fill the next level, as `growing.grow` does."""
+    slots.check_contiguous()
     batch, parents, most = draws.tokens.shape
     count = policy.slots_below(draws)
     device = logits.device
     beam = policy.by == "beam"
     from_logits = not beam and not policy.noisy
-    lines = None if beam else policy.lines
-    logits = logits if logits.stride(2) == 1 else logits.contiguous()
+    lines = None if beam or policy.lines is None else policy.lines.contiguous()
+    logits = in_rows(logits)
+    drawn_tokens, drawn_keys, drawn_logprobs = (each.contiguous() for each in draws)
+    root_tokens, lengths, noise_rows, left = (each.contiguous() for each in roots)
     inputs = NodeInputs(*(torch.empty(batch, count, dtype=torch.long, device=device) for _ in NodeInputs._fields))
     mask = torch.empty(batch, count, above.end + count, dtype=torch.bool, device=device)
     offers, worths = torch.empty(2, batch, parents, most, dtype=torch.float64, device=device)
@@ -405,16 +409,16 @@ def grow(
     with torch.cuda.device_of(logits):
         sums = _sums(logits, policy.temperature) if from_logits or lines is not None else None
         _grow_kernel[(batch,)](
-            drawn_tokens_ptr=draws.tokens,
-            drawn_keys_ptr=draws.keys,
-            drawn_logprobs_ptr=draws.logprobs,
+            drawn_tokens_ptr=drawn_tokens,
+            drawn_keys_ptr=drawn_keys,
+            drawn_logprobs_ptr=drawn_logprobs,
             logits_ptr=logits,
             sums_ptr=sums,
             lines_ptr=lines,
-            root_tokens_ptr=roots.tokens,
-            lengths_ptr=roots.lengths,
-            root_rows_ptr=roots.noise_rows,
-            left_ptr=roots.left,
+            root_tokens_ptr=root_tokens,
+            lengths_ptr=lengths,
+            root_rows_ptr=noise_rows,
+            left_ptr=left,
             parents_ptr=slots.parents,
             ranks_ptr=slots.ranks,
             depths_ptr=slots.depths,
@@ -422,7 +426,7 @@ def grow(
             values_ptr=slots.values,
             worths_ptr=slots.worths,
             keys_ptr=slots.keys,
-            mask_above_ptr=above.mask.view(torch.int8),
+            mask_above_ptr=above.mask.contiguous().view(torch.int8),
             offers_ptr=offers,
             offered_worths_ptr=worths,
             mask_ptr=mask.view(torch.int8),

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heavypath.kernels.implementation import choose_impl, operator
+from heavypath.kernels.implementation import check_rows, choose_impl, operator
 from heavypath.kernels.step_kernels import copy_rows, kernels_by
 
 
@@ -144,9 +144,14 @@ def place(
     drawn: None for trees of only the root
     given: the nodes of the next pass: those of one depth, or all nodes
     whole: whether they are all nodes; then those too deep for their sequence become absent
-    impl:  see `implementation`; "triton" is one launch. Only the device is checked
+    impl:  see `implementation`; "triton" is one launch. Only the device is checked, and that tensors which are changed
+           have contiguous rows, unless impl is "torch"
     """
-    return kernels_by(choose_impl("place", impl, trees.tokens, native=True)).place(trees, drawn, given, whole)
+    impl = choose_impl("place", impl, trees.tokens, native=True)
+    check_rows(impl, {"trees.tokens": trees.tokens})
+    if drawn is not None and drawn.scored is not None:
+        check_rows(impl, {"of_trees": drawn.scored.of_trees})
+    return kernels_by(impl).place(trees, drawn, given, whole)
 
 
 def alike(trees: Trees, given: CommonNodes) -> Tensor:

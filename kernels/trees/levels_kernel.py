@@ -10,6 +10,7 @@ next pass; others store the logits that the tokens were drawn from.
 import torch
 from torch import Tensor
 
+from heavypath.kernels.implementation import in_rows
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.trees.levels import CommonNodes, Drawn, First, NodeInputs, Trees
 
@@ -46,9 +47,9 @@ def _first_kernel(
         tl.store(mask_ptr + place, seen.to(tl.int8), mask=(which[:, None] < 2) & (node < NODES)[None, :])
 
 
-@triton.jit(do_not_specialize=["N", "DRAWS", "CHILDREN", "GIVEN", "BATCH", "SCORED"])
+@triton.jit(do_not_specialize=["N", "DRAWS", "CHILDREN", "GIVEN", "BATCH", "SCORED", "tokens_b"])
 def _place_kernel(
-    tokens_ptr,  # [B, N], in place
+    tokens_ptr,  # [B, N], in place, rows tokens_b apart
     noise_ptr,  # [B, N]
     roots_ptr,  # [B], as the next two
     lengths_ptr,
@@ -74,6 +75,7 @@ def _place_kernel(
     BATCH,
     SCORED,
     V,
+    tokens_b,
     logits_b,
     logits_n,
     of_trees_b,
@@ -87,7 +89,7 @@ def _place_kernel(
     program = tl.program_id(0)
     if program < BATCH:
         sequence = program.to(tl.int64)
-        tokens_ptr += sequence * N
+        tokens_ptr += sequence * tokens_b
         length = tl.load(lengths_ptr + sequence)
         tl.store(tokens_ptr, tl.load(roots_ptr + sequence))
         if HAS_DRAWN:
@@ -182,27 +184,30 @@ def place(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) ->
     batch, nodes = trees.tokens.shape
     count = len(given.nodes)
     device = trees.tokens.device
-    logits = of_trees = rows = None
+    drawn_tokens = children = draws = logits = of_trees = rows = None
     storing = columns = 0
-    if drawn is not None and drawn.scored is not None:
-        logits, of_trees, rows = drawn.scored
-        logits = logits if logits.stride(2) == 1 else logits.contiguous()
-        columns = logits.shape[2]
-        storing = batch * len(rows) * triton.cdiv(columns, _LOGITS)
+    if drawn is not None:
+        drawn_tokens, children, draws = (each.contiguous() for each in drawn[:3])
+        if drawn.scored is not None:
+            logits, of_trees, rows = drawn.scored
+            logits = in_rows(logits)
+            rows = rows.contiguous()
+            columns = logits.shape[2]
+            storing = batch * len(rows) * triton.cdiv(columns, _LOGITS)
     inputs = NodeInputs(*(torch.empty(batch, count, dtype=torch.long, device=device) for _ in NodeInputs._fields))
     with torch.cuda.device_of(trees.tokens):
         _place_kernel[(batch + storing,)](
             tokens_ptr=trees.tokens,
             noise_ptr=trees.noise_rows.contiguous(),
-            roots_ptr=trees.roots,
-            lengths_ptr=trees.lengths,
-            left_ptr=trees.left,
-            drawn_ptr=None if drawn is None else drawn.tokens.contiguous(),
-            children_ptr=None if drawn is None else drawn.children,
-            draws_ptr=None if drawn is None else drawn.draws,
-            nodes_ptr=given.nodes,
-            parents_ptr=given.parents,
-            depths_ptr=given.depths,
+            roots_ptr=trees.roots.contiguous(),
+            lengths_ptr=trees.lengths.contiguous(),
+            left_ptr=trees.left.contiguous(),
+            drawn_ptr=drawn_tokens,
+            children_ptr=children,
+            draws_ptr=draws,
+            nodes_ptr=given.nodes.contiguous(),
+            parents_ptr=given.parents.contiguous(),
+            depths_ptr=given.depths.contiguous(),
             fed_tokens_ptr=inputs.tokens,
             positions_ptr=inputs.positions,
             cache_rows_ptr=inputs.cache_rows,
@@ -212,12 +217,13 @@ def place(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) ->
             of_trees_ptr=of_trees,
             logit_rows_ptr=rows,
             N=nodes,
-            DRAWS=0 if drawn is None else drawn.tokens.shape[1],
-            CHILDREN=0 if drawn is None else len(drawn.children),
+            DRAWS=0 if drawn_tokens is None else drawn_tokens.shape[1],
+            CHILDREN=0 if children is None else len(children),
             GIVEN=count,
             BATCH=batch,
             SCORED=0 if rows is None else len(rows),
             V=columns,
+            tokens_b=trees.tokens.stride(0),
             logits_b=0 if logits is None else logits.stride(0),
             logits_n=0 if logits is None else logits.stride(1),
             of_trees_b=0 if of_trees is None else of_trees.stride(0),

@@ -45,6 +45,13 @@ class Slots(NamedTuple):
         values, worths, keys = torch.empty(3, batch, slots, dtype=torch.float64, device=device)
         return cls(parents, ranks, depths, tokens, values, worths, keys)
 
+    def check_contiguous(self) -> None:
+        """Raise ValueError for a tensor with gaps, which Triton and C++ do not take."""
+        for name, field in self._asdict().items():
+            if not field.is_contiguous():
+                got = f"{name} {[*field.shape]} with strides {[*field.stride()]}"
+                raise ValueError(f"slots must be contiguous, as `Slots.room_for` makes them, got {got}")
+
 
 class Roots(NamedTuple):
     """The root of each sequence's tree; LongTensor[B] each.

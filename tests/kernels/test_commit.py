@@ -35,7 +35,17 @@ def test_the_numbers_of_a_tree_may_lie_apart_in_memory(per_sequence, impl):
     problem = Problem(6, per_sequence=per_sequence)
     tokens, *shape = (torch.stack([field, field + 1], -1)[..., 0] for field in (problem.tokens, *problem.shape))
     problem.tokens, problem.shape = tokens, shape
+    problem.stops = torch.tensor([[3, 0], [5, 0]])[:, 0]
     problem.check(impl)
+
+
+@pytest.mark.parametrize("impl", ["triton", NATIVE])
+@pytest.mark.parametrize("name", ["output", "seen"])
+def test_a_state_with_gaps_in_its_rows_is_refused(name, impl):
+    problem = Problem(7)
+    setattr(problem, name, getattr(problem, name).mT.contiguous().mT)
+    with pytest.raises(ValueError, match=rf"changes state.{name} with a last stride of 1, got strides \[1, "):
+        problem.check(impl)
 
 
 @pytest.mark.parametrize("batch", [4, pytest.param(217, marks=pytest.mark.slow)])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, moved
 
 from heavypath.kernels.attention.masks import PackedAncestors, unpack_ancestors
 from heavypath.kernels.layers.entries import EntryNodes, EntryNorms, end_entries, entry_inputs, node_entries
@@ -56,10 +56,10 @@ def test_entries_of_nodes_are_their_tokens_and_their_parents_outputs(normed, kee
     table, outputs = numbers(VOCAB, 5), numbers(BATCH, ROWS, 12, seed=1)[..., :7]
     norms = EntryNorms(None, None)
     if normed:
-        norms = EntryNorms(Norm(numbers(5, seed=2), 1e-5), Norm(numbers(7, seed=3), 1e-6), keeps)
+        norms = EntryNorms(Norm(numbers(5, 2, seed=2)[:, 0], 1e-5), Norm(numbers(7, 2, seed=3)[:, 0], 1e-6), keeps)
     nodes = nodes_of(shared)
-    moved = EntryNorms(*(each and Norm(each.weight.to(DEVICE), each.epsilon) for each in norms[:2]), keeps_normed=keeps)
-    found = node_entries(outputs.to(DEVICE), EntryNodes(*on_device(*nodes)), table.to(DEVICE), moved, impl=impl)
+    given = moved((outputs, nodes, table, norms), DEVICE)
+    found = node_entries(*given, impl=impl)
     for sequence, length in enumerate(LENGTHS):
         shift = 0 if length == 0 else 1
         assert int(found.before[sequence]) == length - shift
@@ -99,11 +99,11 @@ def test_inputs_are_rounded_where_pytorch_rounds(features_first, looked_up, dtyp
 @pytest.mark.parametrize(("normed", "keeps"), [(True, False), (True, True), (False, False)])
 def test_ends_are_kept_in_their_rows_and_nowhere_else(normed, keeps, impl):
     hidden, added = numbers(4, 6), numbers(4, 6, seed=1)
-    norm = Norm(numbers(6, seed=2), 1e-5) if normed else None
+    norm = Norm(numbers(6, 2, seed=2)[:, 0], 1e-5) if normed else None
     outputs = torch.full((2, 5, 8), 9.0, device=DEVICE)[..., :6]
     rows = torch.tensor([[4, 0], [1, 3]], device=DEVICE)
-    moved = norm and Norm(norm.weight.to(DEVICE), norm.epsilon)
-    ends = end_entries(*on_device(hidden, added), moved, outputs, rows, keeps_normed=keeps, impl=impl).cpu()
+    given = moved((hidden, added, norm), DEVICE)
+    ends = end_entries(*given, outputs, rows, keeps_normed=keeps, impl=impl).cpu()
     written = set()
     for entry, (sequence, row) in enumerate(((0, 4), (0, 0), (1, 1), (1, 3))):
         total = [float(one) + float(other) for one, other in zip(hidden[entry], added[entry], strict=True)]
@@ -123,7 +123,9 @@ def test_logits_are_those_of_the_same_tokens(vocab, dtype, impl):
     own = [token for token in range(vocab) if token % 3 == 0][::-1]
     offsets = torch.tensor([token - number for number, token in enumerate(own)], device=DEVICE)
     logits = numbers(2, 3, len(own), dtype=dtype)
-    found = spread_logits(logits.to(DEVICE), OwnTokens.by_offsets(offsets, vocab), impl=impl).cpu()
+    tokens = OwnTokens.by_offsets(offsets, vocab)
+    tokens = tokens._replace(of_draft=torch.stack([tokens.of_draft, 0 * tokens.of_draft], -1)[:, 0])  # with gaps
+    found = spread_logits(logits.to(DEVICE), tokens, impl=impl).cpu()
     for token in range(vocab):
         expected = logits[..., own.index(token)] if token in own else torch.full((2, 3), -torch.inf, dtype=dtype)
         assert torch.equal(found[..., token], expected)

@@ -43,7 +43,7 @@ def test_a_level_and_a_tree_by_hand(impl):
     assert fed.noise_rows.tolist() == noise.tolist()
 
 
-@pytest.mark.parametrize("impl", ["torch", NATIVE])
+@EACH
 def test_the_numbers_of_trees_and_draws_may_lie_apart_in_memory(impl):
     def apart(rows):
         return torch.stack([rows, -rows], -1)[..., 0]
@@ -60,6 +60,20 @@ def test_the_numbers_of_trees_and_draws_may_lie_apart_in_memory(impl):
         found.append([field.tolist() for field in (*fed, room)])
     assert found[0] == found[1]
     assert found[0][-1] == [[4, 8, 6, 7, *[6] * 5], [5, 9, -1, -1, *[6] * 5]]
+
+
+@pytest.mark.parametrize("impl", ["triton", NATIVE])
+def test_rows_with_gaps_between_their_numbers_are_not_written_to(impl):
+    one, gaps = torch.ones(1, dtype=torch.long), torch.zeros(1, 3, 2, dtype=torch.long)[..., 0]
+    trees = Trees(gaps, one, torch.zeros(1, 3, dtype=torch.long), one, 9 * one, None)
+    given = on_device(chosen([1], [0], [1]))
+    with pytest.raises(ValueError, match=r"changes trees.tokens with a last stride of 1, got strides \[6, 2\]"):
+        place(on_device(trees), None, given, impl=impl)
+    scored = Scored(torch.zeros(1, 1, 4), torch.zeros(1, 3, 4, 2)[..., 0], 0 * one)
+    drawn = Drawn(one[None], one, 0 * one, scored)
+    trees = trees._replace(tokens=gaps.clone())
+    with pytest.raises(ValueError, match=r"changes of_trees with a last stride of 1, got strides \[24, 8, 2\]"):
+        place(on_device(trees), on_device(drawn), given, impl=impl)
 
 
 @EACH

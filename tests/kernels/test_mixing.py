@@ -61,6 +61,16 @@ def test_halves_are_mixed_in_fp32(impl, dtype):
     assert torch.allclose(found.double(), by_formula(parts, (0.7, 0.2, 0.1)), atol=2e-6, rtol=2e-6)
 
 
+@IMPLS
+def test_the_mixture_so_far_may_lie_apart_in_memory(impl):
+    first, second, _ = parts_of(40)
+    mixed = add_to_mixture(None, first, -1.0, impl="torch")
+    expected = add_to_mixture(mixed.clone(), second, -0.5, impl="torch")
+    for apart in (torch.stack([mixed, mixed + 1], -1)[..., 0], mixed.mT.contiguous().mT):
+        found = run_on(PLACES.get(impl, "cpu"), add_to_mixture, apart, second, -0.5, impl=impl)
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @IMPLS
 @pytest.mark.parametrize("wrong", [torch.nan, INF])

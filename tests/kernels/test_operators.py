@@ -1,6 +1,7 @@
 """Public functions as operators of PyTorch: what compilers are told of them is true, and they change no result."""
 
 import inspect
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import pytest
 import torch
 from devices import DEVICE
 from tiny_models import tiny_llama
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from transformers import DynamicCache
 
 from heavypath.kernels.attention.masks import Visible, pack_ancestors
@@ -252,6 +253,36 @@ def test_the_default_type_of_torch_changes_no_bit(name, impl, default):
     expected = did(call.function, there(call))
     torch.set_default_dtype(default)
     torch.testing.assert_close(did(call.function, there(call)), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def spaced(tensor):
+    """The same numbers with another one after each."""
+    return torch.stack([tensor, torch.ones_like(tensor)], -1)[..., 0]
+
+
+def turned(tensor):
+    """The same numbers with their axes in reverse order in memory."""
+    axes = range(tensor.dim())[::-1]
+    return tensor.permute(*axes).contiguous().permute(*axes)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+@pytest.mark.parametrize("name", CASES)
+def test_tensors_of_other_strides_give_the_same_or_are_refused(name, impl):
+    """Each tensor alone, so that a refusal of one hides no fault of another."""
+    call = CASES[name]._replace(named=CASES[name].named | {"impl": impl})
+    expected = did(call.function, there(call))
+    leaves, tree = tree_flatten(there(call))
+    for number, leaf in enumerate(leaves):
+        for lay in (spaced, turned) if isinstance(leaf, torch.Tensor) and leaf.dim() else ():
+            own = tree_map_only(torch.Tensor, torch.clone, leaves)
+            own[number] = lay(own[number])
+            try:
+                assert_same(did(call.function, tree_unflatten(own, tree)), expected)
+            except ValueError as refusal:
+                if not re.search("stride|contiguous|side by side", str(refusal)):
+                    raise
 
 
 def test_what_an_operator_does_not_have_is_named():

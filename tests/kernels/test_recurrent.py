@@ -208,7 +208,7 @@ def projections(dtype: torch.dtype, batch: int, nodes: int, heads: int):
     """Weights of gates, and two parts [B, N, H] of a product; of some numbers softplus is x, of others it is e^x."""
     joined = (8 * torch.randn(batch, nodes, 3 + 2 * heads)).to(dtype)
     joined[0, 0] = torch.linspace(-100, 100, 3 + 2 * heads)
-    weights = GateWeights(torch.randn(heads).to(dtype), torch.randn(heads).to(dtype))
+    weights = GateWeights(*torch.randn(heads, 2).to(dtype).unbind(1))
     return weights, joined[..., 3:].split(heads, -1)
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, moved
 from kernel_cases import NATIVE, needs_compiler
 from torch.utils._pytree import tree_map
 
@@ -81,10 +81,13 @@ def rounding_decides(drawn: TopK, logits: torch.Tensor, policy: Policy, law: str
 
 
 def given_to(impl, value):
-    """Tensors where an implementation takes them; compiled code takes any strides."""
-    if impl == "native":
-        return value
-    return tree_map(lambda leaf: leaf.to(DEVICE).contiguous() if isinstance(leaf, torch.Tensor) else leaf, value)
+    """Tensors where an implementation takes them, with the same strides."""
+    return value if impl == "native" else moved(value, DEVICE)
+
+
+def apart(value):
+    """The same numbers with gaps between them."""
+    return tree_map(lambda leaf: torch.stack([leaf, leaf], -1)[..., 0] if torch.is_tensor(leaf) else leaf, value)
 
 
 def grown(impl, seed, policy_number, law, shape, dtype=torch.float32):
@@ -112,7 +115,7 @@ def grown(impl, seed, policy_number, law, shape, dtype=torch.float32):
         drawn = gumbel_topk(
             logits, children, temperature=float(policy.noisy), seed=seed, rows=noise_rows.contiguous(), impl="torch"
         )
-        given = given_to(impl, (level.mask, drawn, logits, roots, policy))
+        given = given_to(impl, apart((level.mask, drawn, logits, roots, policy)))
         found, fed_by_other = StepKernels(impl).grow(slots[1], level._replace(mask=given[0]), *given[1:])
         below, fed = StepKernels("torch").grow(slots[0], level, drawn, logits, roots, policy)
         if rounding_decides(drawn, logits, policy, law, level.depth):
@@ -134,7 +137,7 @@ def flat(field):
 
 def check_assembled(impl, slots, roots, level, nodes, trims=False):
     expected = StepKernels("torch").assemble(slots, roots, level, nodes, trims)
-    got = StepKernels(impl).assemble(*given_to(impl, (slots, roots)), level, nodes, trims)
+    got = StepKernels(impl).assemble(*given_to(impl, (slots, apart(roots))), level, nodes, trims)
     for name, mine, theirs in zip(expected._fields, got, expected, strict=True):
         for part, (one, other) in enumerate(zip(flat(mine), flat(theirs), strict=True)):
             assert torch.equal(one.cpu(), other), (name, part, nodes)
@@ -236,6 +239,18 @@ def test_below_what_is_no_distribution_all_slots_are_empty(policy, impl):
     assert slots.tokens[:, 1:].tolist() == [[-1] * 3] * 2
     assert not slots.values[:, 1:].any()
     assert fed.tokens.tolist() == [[0] * 3] * 2
+
+
+@pytest.mark.parametrize("impl", ["triton", NATIVE])
+def test_slots_with_gaps_are_refused(impl):
+    slots, roots, level = begun(5, 9, 7, 4096, 5)
+    gaps = slots._replace(ranks=apart(slots.ranks))
+    message = r"slots must be contiguous, as `Slots.room_for` makes them, got ranks \[1, 5\] with strides \[10, 2\]"
+    policy, logits = Policy("slot", 2, 0.0, True, 1.0, None), torch.zeros(1, 1, 6, device=DEVICE)
+    with pytest.raises(ValueError, match=message):
+        StepKernels(impl).grow(gaps, level, draws([[3, 1]], [[0.5, 0.3]]), logits, roots, policy)
+    with pytest.raises(ValueError, match=message):
+        StepKernels(impl).assemble(gaps, roots, level, 1, False)
 
 
 @pytest.mark.parametrize(("policy", "shape"), [(1, (1, 4, 3, 9)), (4, (3, 6, 2, 4)), (9, (2, 3, 3, 5)),
