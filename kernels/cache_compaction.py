@@ -151,11 +151,11 @@ def _compact_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
 ):
-    """A program for each (head, block of columns), sequence and cache."""
+    """A program for each sequence, (head, block of columns) and cache."""
+    sequence = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(ROW, BLOCK_ROW)
-    head = (tl.program_id(0) // blocks).to(tl.int64)
-    column = tl.program_id(0) % blocks * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
-    sequence = tl.program_id(1).to(tl.int64)
+    head = (tl.program_id(1) // blocks).to(tl.int64)
+    column = tl.program_id(1) % blocks * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
     place = tl.arange(0, BLOCK_P)
 
     # No load waits for another here: what takes time is the number of loads that follow one another.
@@ -222,7 +222,7 @@ def launch(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_length
         row = size * head_dim // unit
         block_places = triton.next_power_of_2(places)
         block_row = min(triton.next_power_of_2(row), _TILE // block_places)
-        _compact_kernel[(heads * triton.cdiv(row, block_row), batch, len(caches))](
+        _compact_kernel[(batch, heads * triton.cdiv(row, block_row), len(caches))](
             table_ptr=table,
             path_ptr=path.contiguous(),
             length_ptr=length.contiguous(),

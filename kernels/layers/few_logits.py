@@ -55,8 +55,8 @@ def _few_logits_kernel(
     INTERPRETED: tl.constexpr,
 ):
     """Each program does one token of one node."""
-    entry = tl.program_id(1).to(tl.int64)
-    number = tl.program_id(0)
+    entry = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(1)
     sequence = entry // nodes
     token = tl.load(tokens + sequence * tokens_b + number).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -91,7 +91,7 @@ def _launch(hidden: Tensor, added: Tensor, norm: Norm, lm_head: Tensor, tokens: 
     block = triton.next_power_of_2(columns)
     if out.numel():
         with torch.cuda.device_of(added):
-            _few_logits_kernel[(few, batch * count)](
+            _few_logits_kernel[(batch * count, few)](
                 hidden,
                 added.contiguous(),
                 norm.weight.contiguous(),

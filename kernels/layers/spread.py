@@ -65,8 +65,8 @@ def spread_few(
 @triton.jit
 def _spread_kernel(logits, of_draft, out, V, own, BLOCK: tl.constexpr):
     """Each program does BLOCK tokens of a row."""
-    row = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     number = tl.load(of_draft + token, mask=token < V, other=-1)
     x = tl.load(logits + row * own + number, mask=number >= 0, other=float("-inf"))
     tl.store(out + row * V + token, x, mask=token < V)
@@ -81,7 +81,7 @@ def _launch(logits: Tensor, of_draft: Tensor) -> Tensor:
     rows = out.numel() // vocab_size
     if rows:
         with torch.cuda.device_of(logits):
-            _spread_kernel[(triton.cdiv(vocab_size, _BLOCK), rows)](
+            _spread_kernel[(rows, triton.cdiv(vocab_size, _BLOCK))](
                 logits, of_draft, out, vocab_size, logits.shape[-1], BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False
             )
     return out
@@ -102,9 +102,9 @@ def _spread_few_kernel(
     INTERPRETED: tl.constexpr,
 ):
     """Each program does BLOCK tokens of a row."""
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     sequence = row // nodes
-    start = tl.program_id(0) * BLOCK
+    start = tl.program_id(1) * BLOCK
     token = start + tl.arange(0, BLOCK)
     out += row * V
     tl.store(out + token, tl.full([BLOCK], float("-inf"), tl.float32), mask=token < V)
@@ -127,7 +127,7 @@ def _launch_few(logits: Tensor, tokens: Tensor, vocab_size: int, added: Tensor |
     out = logits.new_empty(batch, count, vocab_size)
     if batch * count:
         with torch.cuda.device_of(logits):
-            _spread_few_kernel[(triton.cdiv(vocab_size, _BLOCK), batch * count)](
+            _spread_few_kernel[(batch * count, triton.cdiv(vocab_size, _BLOCK))](
                 logits.contiguous(),
                 tokens,
                 None if added is None else added.contiguous(),

@@ -77,9 +77,9 @@ def _accept_kernel(
     EXACT: tl.constexpr,
 ):
     """Each program does BV value columns of a head of a sequence. GATES is 1, or DK if each key column has a gate."""
-    head = tl.program_id(0) // (DV // BV)
     tile = tl.program_id(0) % (DV // BV)
-    batch = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0) // (DV // BV) % HEADS
+    batch = (tl.program_id(0) // (DV // BV * HEADS)).to(tl.int64)
     count = tl.load(count_ptr + batch).to(tl.int32)
     if count > 0:
         key_ptr += batch * key_batch + head // (HEADS // KEY_HEADS) * DK
@@ -154,7 +154,7 @@ def _launch(state: Tensor, kept: KeptNodes, path: Tensor, count: Tensor, normali
     exact = key.dtype == torch.float32
     wide = min(32, columns)
     with torch.cuda.device_of(state):
-        _accept_kernel[(heads * (columns // wide), batch)](
+        _accept_kernel[(batch * heads * (columns // wide),)](
             key,
             update.contiguous(),
             totals.contiguous(),

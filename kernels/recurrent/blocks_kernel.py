@@ -95,9 +95,9 @@ def _blocks_kernel(
     INTERPRETED: tl.constexpr,
 ):
     """Each program does BV value columns of a head of a sequence."""
-    head = tl.program_id(0) // (DV // BV)
     tile = tl.program_id(0) % (DV // BV)
-    batch = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0) // (DV // BV) % HEADS
+    batch = (tl.program_id(0) // (DV // BV * HEADS)).to(tl.int64)
     key_head = head // (HEADS // KEY_HEADS)
     place = tl.arange(0, _BLOCK)
     columns = tl.arange(0, BK)
@@ -266,7 +266,7 @@ def launch_blocks(
     total = total.contiguous()
     of_keys, of_queries = launch_pairs(query, key, total, paths) if has_pairs else (None, None)
     with torch.cuda.device_of(value):
-        _blocks_kernel[(heads * (columns // wide), batch)](
+        _blocks_kernel[(batch * heads * (columns // wide),)](
             query,
             key,
             value,

@@ -67,9 +67,9 @@ def _convolution_kernel(
     TAPS: tl.constexpr,
 ):
     """Each program does 64 channels of 16 nodes of a sequence."""
-    batch = tl.program_id(2).to(tl.int64)
+    batch = tl.program_id(0).to(tl.int64)
     query = tl.program_id(1) * _NODES + tl.arange(0, _NODES)
-    channel = tl.program_id(0) * _CHANNELS + tl.arange(0, _CHANNELS)
+    channel = tl.program_id(2) * _CHANNELS + tl.arange(0, _CHANNELS)
     real = (query < queries)[:, None]
     there = (channel < channels)[None, :]
     total = tl.zeros([_NODES, _CHANNELS], tl.float32)
@@ -108,7 +108,7 @@ def _launch(inputs: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, 
     inputs = inputs if inputs.stride(2) == 1 else inputs.contiguous()
     out = torch.empty(batch, queries, channels, dtype=weight.dtype, device=inputs.device)
     with torch.cuda.device_of(inputs):
-        _convolution_kernel[(triton.cdiv(channels, _CHANNELS), triton.cdiv(queries, _NODES), batch)](
+        _convolution_kernel[(batch, triton.cdiv(queries, _NODES), triton.cdiv(channels, _CHANNELS))](
             inputs,
             state.contiguous(),
             weight.contiguous(),

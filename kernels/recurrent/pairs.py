@@ -39,9 +39,9 @@ def _pairs_kernel(
     BK: tl.constexpr,
 ):
     """Each program does the pairs of 16 nodes in a head of a sequence."""
-    head = tl.program_id(0)
+    batch = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    batch = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(2)
     place = tl.arange(0, _BLOCK)
     columns = tl.arange(0, BK)
     node = (block * _BLOCK + place).to(tl.int64)
@@ -100,7 +100,7 @@ def launch_pairs(query: Tensor, key: Tensor, total: Tensor, paths: Paths) -> tup
     of_keys, of_queries = torch.empty(2, batch, heads, nodes, nodes, dtype=torch.float32, device=key.device)
     above, count = paths.outside
     with torch.cuda.device_of(key):
-        _pairs_kernel[(heads, above.shape[1], batch)](
+        _pairs_kernel[(batch, above.shape[1], heads)](
             query,
             key,
             total,

@@ -100,9 +100,9 @@ def _totals_kernel(
 ):
     """Each program does 16 gates of 16 nodes of a sequence."""
     block = tl.program_id(1)
-    batch = tl.program_id(2).to(tl.int64)
+    batch = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, _BLOCK)
-    gate = tl.program_id(0) * _COLUMNS + tl.arange(0, _COLUMNS)
+    gate = tl.program_id(2) * _COLUMNS + tl.arange(0, _COLUMNS)
     node = block * _BLOCK + place
     known = gate < gates
     real = node < N
@@ -158,7 +158,7 @@ def _launch(
     above, count = paths.outside
     log_rate, bias = (None, None) if weights is None else (each.contiguous() for each in weights)
     with torch.cuda.device_of(gates):
-        _totals_kernel[(triton.cdiv(rows.shape[1], _COLUMNS), above.shape[1], batch)](
+        _totals_kernel[(batch, above.shape[1], triton.cdiv(rows.shape[1], _COLUMNS))](
             rows,
             paths.mask.contiguous().view(torch.int8),
             above,

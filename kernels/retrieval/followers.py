@@ -158,8 +158,8 @@ def _followers_kernel(
     BLOCK: tl.constexpr,  # rows of the sequence that are compared in one iteration
 ):
     """Each program does one node."""
-    sequence = tl.program_id(1).to(tl.int64)
-    node = sequence * nodes + tl.program_id(0)
+    sequence = tl.program_id(0).to(tl.int64)
+    node = sequence * nodes + tl.program_id(1)
     row = tl.load(rows_ptr + node)
     text = tl.load(lengths_ptr + sequence) + 1
     low_ptr = keys_ptr + sequence * sequence_stride + row * M
@@ -227,7 +227,7 @@ def _launch(
     longest = keys.shape[-1]
     sums = torch.zeros(batch, count, 1 + vocab_size, dtype=torch.int32, device=keys.device)
     with torch.cuda.device_of(keys):
-        _followers_kernel[(count, batch)](
+        _followers_kernel[(batch, count)](
             cache_rows.contiguous(),
             prefix_lengths.contiguous(),
             corpus.followers.contiguous(),

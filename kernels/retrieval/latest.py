@@ -145,8 +145,8 @@ def _latest_kernel(
     IS_CHAIN: tl.constexpr,
 ):
     """Each program does one node, or the only result of a chain."""
-    sequence = tl.program_id(1).to(tl.int64)
-    result = sequence * tl.num_programs(0) + tl.program_id(0)
+    sequence = tl.program_id(0).to(tl.int64)
+    result = sequence * tl.num_programs(1) + tl.program_id(1)
     keys_ptr += sequence * sequence_stride
     values_ptr += sequence * sequence_stride
     followed_ptr += result * MOST
@@ -157,7 +157,7 @@ def _latest_kernel(
             context = _write(tokens_ptr, rows_ptr, parents_ptr, keys_ptr, values_ptr, first + node, M, LANES)
             tl.debug_barrier()  # the next node's row, and the places, are made of what other threads have stored
     else:
-        node = first + tl.program_id(0)
+        node = first + tl.program_id(1)
         context = _write(tokens_ptr, rows_ptr, parents_ptr, keys_ptr, values_ptr, node, M, LANES)
 
     text = tl.load(lengths_ptr + sequence) + 1
@@ -204,7 +204,7 @@ def _launch(
     out = torch.full((batch, results, vocab_size), -torch.inf, dtype=torch.float32, device=keys.device)
     followed = keys.new_empty(batch, results, MOST.value)
     with torch.cuda.device_of(keys):
-        _latest_kernel[(results, batch)](
+        _latest_kernel[(batch, results)](
             *(field.contiguous() for field in nodes),
             prefix_lengths.contiguous(),
             keys,

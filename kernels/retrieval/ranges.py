@@ -210,8 +210,8 @@ def _append_kernel(
     LANES: tl.constexpr,  # the first half is for lower bounds, the second for upper ones
 ):
     """Each program does one node. It computes a parent among the nodes again, since another program writes its row."""
-    node = tl.program_id(0)
-    sequence = tl.program_id(1).to(tl.int64)
+    sequence = tl.program_id(0).to(tl.int64)
+    node = tl.program_id(1)
     given = sequence * nodes + node
     keys_ptr += sequence * sequence_stride
     values_ptr += sequence * sequence_stride
@@ -265,7 +265,7 @@ def _launch(corpus: SortedCorpus, nodes: Appended, keys: Tensor, values: Tensor)
     batch, count = nodes.tokens.shape
     longest = keys.shape[-1]
     with torch.cuda.device_of(keys):
-        _append_kernel[(count, batch)](
+        _append_kernel[(batch, count)](
             *(field.contiguous() for field in nodes),
             corpus.steps.contiguous(),
             keys,

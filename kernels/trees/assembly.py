@@ -153,8 +153,8 @@ def _number_kernel(
     BLOCK: tl.constexpr,
 ):
     """Each program does one block of nodes of one tree."""
-    sequence = tl.program_id(1).to(tl.int64)
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    sequence = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = index < N
     at = sequence * N + index
     old = tl.load(permutation_ptr + at, mask=exists, other=0)
@@ -217,7 +217,7 @@ def launch(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -> 
             enable_fp_fusion=False,
         )
         order = launch_order(kept_parents, kept_ranks)
-        _number_kernel[(triton.cdiv(nodes, small), batch)](
+        _number_kernel[(batch, triton.cdiv(nodes, small))](
             slot_tokens_ptr=slots.tokens,
             slot_depths_ptr=slots.depths,
             kept_ptr=kept,

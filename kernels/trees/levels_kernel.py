@@ -138,10 +138,10 @@ def _alike_kernel(
     BLOCK: tl.constexpr,
 ):
     """Each program does a block of a level's nodes of one sequence. Of texts it reads only the level above."""
-    sequence = tl.program_id(1).to(tl.int64)
+    sequence = tl.program_id(0).to(tl.int64)
     tokens_ptr += sequence * N
     texts_ptr += sequence * N
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = i < GIVEN
     node = tl.load(nodes_ptr + i, mask=here, other=0)
     token = tl.load(tokens_ptr + node, mask=here, other=0)
@@ -244,7 +244,7 @@ def alike(trees: Trees, given: CommonNodes) -> Tensor:
     count = len(given.nodes)
     first = torch.empty(batch, count, dtype=torch.long, device=trees.tokens.device)
     with torch.cuda.device_of(trees.tokens):
-        _alike_kernel[(triton.cdiv(count, _BLOCK.value), batch)](
+        _alike_kernel[(batch, triton.cdiv(count, _BLOCK.value))](
             tokens_ptr=trees.tokens,
             texts_ptr=trees.texts,
             nodes_ptr=given.nodes,

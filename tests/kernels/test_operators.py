@@ -13,29 +13,36 @@ from devices import DEVICE
 from tiny_models import tiny_llama
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from transformers import DynamicCache
+from triton.runtime.interpreter import GridExecutor
 
 from heavypath.kernels.attention.masks import Visible, pack_ancestors
 from heavypath.kernels.cache_compaction import compact_cache
 from heavypath.kernels.commit import State, commit
+from heavypath.kernels.layers.few_logits import few_logits
 from heavypath.kernels.layers.few_rows import few_rows_product
 from heavypath.kernels.layers.gated import silu_product
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store
+from heavypath.kernels.layers.spread import OwnTokens, spread_few, spread_logits
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.operators import OPERATORS
 from heavypath.kernels.operators.definition import Operator
 from heavypath.kernels.ordering import heavy_path_order
 from heavypath.kernels.recurrent.acceptance import accept_state
 from heavypath.kernels.recurrent.convolution import tree_conv
-from heavypath.kernels.recurrent.paths import KeptNodes
+from heavypath.kernels.recurrent.delta import tree_delta
+from heavypath.kernels.recurrent.kda import tree_kda
+from heavypath.kernels.recurrent.paths import KeptNodes, Paths
 from heavypath.kernels.retrieval.corpus import sort_corpus
 from heavypath.kernels.retrieval.followers import follower_logprobs
 from heavypath.kernels.retrieval.latest import latest_logprobs
 from heavypath.kernels.retrieval.ranges import Appended, append_tokens
 from heavypath.kernels.sampling import gumbel_topk, stochastic_beam
 from heavypath.kernels.sequence_scores import sequence_scores
+from heavypath.kernels.step_kernels import StepKernels
 from heavypath.kernels.tree_attention import chain_attention, tree_attention, visible_attention
 from heavypath.kernels.trees.levels import CommonNodes, Drawn, Trees, place
+from heavypath.kernels.trees.slots import Level, Roots, Slots
 from heavypath.kernels.verification import verify_tree
 from heavypath.speculative import TokenTree
 
@@ -283,6 +290,66 @@ def test_tensors_of_other_strides_give_the_same_or_are_refused(name, impl):
             except ValueError as refusal:
                 if not re.search("stride|contiguous|side by side", str(refusal)):
                     raise
+
+
+MANY = 70_000  # sequences; in its second and third dimension a grid of CUDA has at most 65,535 programs
+
+
+def of_many(value):
+    """Tensors of many sequences in place of two, without numbers."""
+    return tree_map_only(
+        torch.Tensor,
+        lambda each: torch.empty(
+            [MANY, *each.shape[1:]] if each.shape[:1] == (2,) else each.shape, dtype=each.dtype, device="meta"
+        ),
+        value,
+    )
+
+
+def beside_operators() -> dict[str, Call]:
+    """Calls of functions that are no operators, by those of their kernels that look at several sequences."""
+    table, few = OwnTokens.by_offsets(torch.zeros(3).long(), 9), torch.zeros(2, 3).long()
+    logits, hidden, state = floats(2, 3, 3), floats(2, 1, 16), floats(2, 1, 16, 16)
+    row, gate, paths = floats(2, 3, 1, 16), floats(2, 3, 1), torch.ones(2, 3, 3).bool()
+    slots, roots = Slots.room_for(2, 4, torch.device("cpu")), Roots(*torch.zeros(4, 2).long())
+
+    def rule(function):
+        return lambda *given, impl: function(*given[:-1], Paths(given[-1]), impl=impl)
+
+    def by_step(name):
+        return lambda *given, impl: getattr(StepKernels(impl), name)(*given)
+
+    return {
+        "spread_logits": Call(spread_logits, (logits, table), {}),
+        "spread_few": Call(spread_few, (logits, few, 9), {}),
+        "few_logits": Call(
+            few_logits, (hidden[:, 0], floats(2, 3, 16), Norm(floats(16), 1e-6), floats(9, 16), few), {}
+        ),
+        "tree_delta": Call(rule(tree_delta), (row, row, row, gate, gate, state, paths), {}),
+        "tree_kda": Call(rule(tree_kda), (row, row, row, row, gate, state, paths), {}),
+        "alike": Call(
+            by_step("alike"),
+            (trees()._replace(texts=torch.zeros(2, 4).long()), CommonNodes(*torch.zeros(3, 1).long())),
+            {},
+        ),
+        "assemble": Call(by_step("assemble"), (slots, roots, Level(1, 3, 1, paths), 3, False), {}),
+    }
+
+
+LAUNCHING = {name: call for name, call in CASES.items() if not re.search("attention|few_rows|any depth", name)}
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("name", [*LAUNCHING, *beside_operators()])
+def test_of_many_sequences_all_programs_fit_into_a_grid(name, monkeypatch):
+    """`tree_attention` refuses more key heads than that, and `few_rows_product` more rows than 128."""
+    call = (LAUNCHING | beside_operators())[name]
+    grids = []
+    monkeypatch.setattr(GridExecutor, "__call__", lambda executor, *_, **__: grids.append(executor.grid))
+    call.function(*of_many(call.given), **of_many(call.named), impl="triton")
+    assert grids
+    for grid in grids:
+        assert max(grid[1:], default=1) <= 65_535, grid
 
 
 def test_what_an_operator_does_not_have_is_named():
