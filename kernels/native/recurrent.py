@@ -25,7 +25,7 @@ def tree_rule(
     query, key, value, gate, *rest = (each.float().contiguous() for each in inputs)
     batch, nodes, heads, columns = value.shape
     before = paths.before
-    gates = gate[0, 0, 0].numel()
+    gates = gate.shape[3] if gate.dim() == 4 else 1
     totals = torch.empty(batch, before + nodes, *gate.shape[2:], dtype=torch.float64, device="cpu")
     if above is not None:
         totals[:, :before] = above.totals

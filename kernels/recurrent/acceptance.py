@@ -43,9 +43,10 @@ def accept_state(
     end = totals[batch, (count - 1).clamp(min=0)]  # [B, H] or [B, H, Dk]
     taken = (torch.arange(path.shape[1], device=path.device) < count[:, None])[..., None, None]  # the rest may be NaN
     gap = (end[:, None] - totals).masked_fill(~taken if totals.dim() == 4 else ~taken[..., 0], -torch.inf)
-    faded = keys * gap.to(wide).exp().view(*values.shape[:3], -1)
+    fade = gap.to(wide).exp()
+    faded = keys * (fade if fade.dim() == 4 else fade[..., None])
     lead = end.to(wide).exp().masked_fill((count == 0).view(-1, *[1] * (end.dim() - 1)), 1)
-    state.mul_(lead.view(*end.shape[:2], -1, 1))
+    state.mul_(lead[..., None] if lead.dim() == 3 else lead[..., None, None])
     added = values.to(wide).masked_fill(~taken, 0)
     flat = state.flatten(0, 1)  # a copy if the strides require it
     flat.baddbmm_(faded.permute(0, 2, 3, 1).flatten(0, 1), added.transpose(1, 2).flatten(0, 1))

@@ -36,7 +36,7 @@ def tree_conv(
     every = torch.cat([state, inputs.to(state.dtype)], 1)
     seen = every.gather(1, window.flatten(1)[..., None].expand(-1, -1, every.shape[-1]))
     wide = torch.promote_types(weight.dtype, torch.float32)
-    out = (seen.view(batch, queries, taps, -1).to(wide) * weight.T).sum(2)
+    out = (seen.view(batch, queries, taps, every.shape[-1]).to(wide) * weight.T).sum(2)
     return (out if bias is None else out + bias).to(weight.dtype)
 
 

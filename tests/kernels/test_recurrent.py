@@ -388,3 +388,19 @@ def test_what_the_kernels_do_not_take_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             tree_delta(*(each for each in given), before, Paths(seen), impl="triton")
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton", pytest.param("native", marks=needs_compiler)])
+@pytest.mark.parametrize("kind", RULES)
+def test_a_batch_may_be_empty(kind, impl):
+    rows, gate, state = torch.zeros(0, 3, 2, 16), torch.zeros(0, 3, 2), torch.zeros(0, 2, 16, 16)
+    inputs = rows, rows, rows, rows if kind == "kda" else gate, *[gate] * (kind != "ssd"), state
+    *inputs, mask, path, count, window = moved(
+        (*inputs, torch.zeros(0, 3, 3).bool(), *(torch.zeros(size).long() for size in ((0, 2), 0, (0, 3, 3)))), DEVICE
+    )
+    out, kept = RULES[kind](*inputs, Paths(mask), impl=impl)
+    assert out.shape == (0, 3, 2, 16)
+    impl = "torch" if impl == "native" else impl  # which these two do not have
+    accept_state(inputs[-1], kept, path, count, normalised=True, impl=impl)
+    few, weight = rows[..., 0, :8], torch.zeros(8, 3, device=DEVICE)
+    assert tree_conv(few.to(DEVICE), few[:, :2].to(DEVICE), weight, None, window, impl=impl).shape == (0, 3, 8)
