@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.filter_cuts import cuts_by_sequence, filtered, in_fp32
-from heavypath.kernels.filtering import GREATEST_TEMPERATURE, LEAST, LEAST_TEMPERATURE, Filters, score
+from heavypath.kernels.filtering import (
+    GREATEST_TEMPERATURE,
+    LEAST,
+    LEAST_TEMPERATURE,
+    Filters,
+    check_kernel_takes,
+    score,
+)
 from heavypath.kernels.implementation import choose_impl, in_rows, operator
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.step_kernels import kernels_by
@@ -46,9 +53,15 @@ def sequence_scores(logits: Tensor, settings: Tensor, *, impl: str = "auto") -> 
               from `settings_of`. They are read when the kernel runs, so that one recorded step serves all settings
     impl:     "auto", "native", "triton" or "torch", see `implementation`
 
-    A row of only -inf stays so, and a row with NaN or +inf becomes NaN. Only the implementation is checked.
+    A row of only -inf stays so, and a row with NaN or +inf becomes NaN. Raises ValueError for settings of another shape
+    or dtype, and for logits that the kernel does not support.
     """
     impl = choose_impl("sequence_scores", impl, logits, native=True)
+    if settings.shape != (len(logits), 4) or settings.dtype != torch.float64:
+        got = f"{settings.dtype} {[*settings.shape]}"
+        raise ValueError(f"settings must be torch.float64 {[len(logits), 4]}, one row for each sequence, got {got}")
+    if impl == "triton":
+        check_kernel_takes(logits=logits)
     return kernels_by(impl).sequence_scores(logits, settings)
 
 

@@ -86,6 +86,14 @@ def test_a_part_that_is_no_distribution_leaves_none(impl, wrong):
         assert not found[1].isnan().any()
 
 
+@IMPLS
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 3, 40), torch.float16), ((2, 3, 41), torch.float32)])
+def test_a_mixture_that_does_not_fit_is_refused_and_not_written_to(impl, shape, dtype):
+    mixed = torch.zeros(shape, dtype=dtype)
+    with pytest.raises(ValueError, match=rf"must be torch.float32 \[2, 3, 40\].* got {dtype} \[2, 3, {shape[2]}\]"):
+        run_on(PLACES.get(impl, "cpu"), add_to_mixture, mixed, torch.zeros(2, 3, 40), -0.5, impl=impl)
+
+
 def test_mixtures_are_right_in_any_schedule(adversary):
     test_a_mixture_is_its_formula("triton", 5000, (0, 1, 2))
     test_a_mixture_is_its_formula("triton", 5, (1, 0, 2))

@@ -92,6 +92,21 @@ def test_settings_that_fp32_does_not_have_are_the_nearest_that_it_has(impl):
         assert np.array_equal(scores, expected)
 
 
+@IMPLS
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((2, 4), torch.float32), ((1, 4), torch.float64), ((2, 3), torch.float64)]
+)
+def test_settings_that_do_not_fit_are_refused_and_not_read(impl, shape, dtype):
+    got = rf"got {dtype} \[{shape[0]}, {shape[1]}\]"
+    with pytest.raises(ValueError, match=rf"settings must be torch.float64 \[2, 4\], one row for each sequence, {got}"):
+        scores_by(impl, torch.zeros(2, 1, 5), torch.ones(shape, dtype=dtype))
+
+
+def test_logits_that_the_kernel_does_not_take_are_refused():
+    with pytest.raises(ValueError, match=r"takes fp32, fp16 or bf16 logits, got torch\.float64"):
+        scores_by("triton", torch.zeros(1, 1, 5).double(), SETTINGS[:1])
+
+
 @needs_compiler
 def test_a_recording_reads_settings_when_it_is_replayed():
     logits, rows = logits_with_ties(33, 1), SETTINGS[:1].clone()
