@@ -161,8 +161,10 @@ class GenerateCall:
         width = self.input_ids.shape[1]
         options = NOTHING | _from_criteria(self.stopping_criteria or [], width)
         processors = [*(self.logits_processor or ())]
-        first = _own_first(processors, set(options["eos_token_id"] or ()), attention_mask)
-        options |= _from_processors(processors, first, _own_last(processors), config, width)
+        first = _own_first(processors, set(options["eos_token_id"] or ()), attention_mask, config)
+        # At temperature 0 the decoder has no filters, and they change no token; but transformers' scores show them.
+        shown = (LogitNormalization,) if self._returns("output_scores") and not config.do_sample else tuple(_FILTERS)
+        options |= _from_processors(processors, first, _own_last(processors, shown), config, width)
         if "max_new_tokens" not in options:
             raise _unsupported("a stopping_criteria without MaxLengthCriteria", "say max_new_tokens or max_length")
         options["min_new_tokens"] = min(options["min_new_tokens"], options["max_new_tokens"])  # transformers has warned
@@ -279,18 +281,21 @@ def _generate_call(input_ids: Tensor) -> dict[str, Any]:
     return {}
 
 
-def _own_first(processors: list[Any], stops: set[int], mask: Tensor | None) -> int:
+def _own_first(processors: list[Any], stops: set[int], mask: Tensor | None, config: GenerationConfig) -> int:
     """How many processors at the beginning of the list are penalties that the decoder implements.
 
     0 if another processor of these classes follows later: it would replace the first one, not add to it.
 
     stops: the end-of-sequence tokens; mask: LongTensor [B, T], 0 for padding, or None
     """
+    is_padded = mask is not None and bool((mask == 0).any())
     kinds: list[type] = []
     for processor in processors:
         match processor:
             case RepetitionPenaltyLogitsProcessor():
                 own = type(processor) not in kinds and _is_all_penalised(processor.prompt_ignore_length, mask)
+                # A user's penalty reads padding, too; before transformers 5.23 also the one made of the setting does.
+                own = own and not (is_padded and processor.penalty != config.repetition_penalty)
             case MinLengthLogitsProcessor() | MinNewTokensLengthLogitsProcessor():
                 own = set(processor.eos_token_id.tolist()) == stops
             case _:
@@ -301,12 +306,12 @@ def _own_first(processors: list[Any], stops: set[int], mask: Tensor | None) -> i
     return 0 if any(type(each) in _PENALTIES for each in processors[len(kinds) :]) else len(kinds)
 
 
-def _own_last(processors: list[Any]) -> int:
-    """The index from which on all processors are filters that the decoder implements, in the decoder's order."""
+def _own_last(processors: list[Any], kinds: tuple[type, ...]) -> int:
+    """The index from which on all processors are filters of these kinds, in the decoder's order."""
     place = len(processors)
     before = len(_FILTERS)
     for processor in reversed(processors):
-        order = _FILTERS.get(type(processor), before)
+        order = _FILTERS[type(processor)] if type(processor) in kinds else before
         as_usual = getattr(processor, "filter_value", -torch.inf) == -torch.inf
         if order >= before or not as_usual or getattr(processor, "min_tokens_to_keep", 1) != 1:
             break

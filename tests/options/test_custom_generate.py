@@ -152,6 +152,7 @@ def test_a_pipeline_writes_through_the_decoder(demo_pair):
     [MinNewTokensLengthLogitsProcessor(3, 9, 4)],
     [TopKLogitsWarper(3, -9.0)],
     [TopPLogitsWarper(0.3, min_tokens_to_keep=2)],
+    [TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)],
 ], ids=lambda each: " ".join(type(one).__name__ for one in each))  # fmt: skip
 @pytest.mark.few(3)
 def test_a_setting_that_differs_from_the_decoders_own_is_a_processor(processors, decoder):
@@ -161,9 +162,17 @@ def test_a_setting_that_differs_from_the_decoders_own_is_a_processor(processors,
     expected = decoder.target.generate(IDS, **settings)
     out = decoder.target.generate(IDS, **settings, custom_generate=decoder)
     assert torch.equal(out.sequences, expected.sequences)
-    filters = (TopKLogitsWarper, TopPLogitsWarper)  # which do nothing to greedy text, and to our scores, if usual
-    if not isinstance(processors[0], filters):
-        torch.testing.assert_close(torch.stack(out.scores), torch.stack(expected.scores), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.stack(out.scores), torch.stack(expected.scores), atol=1e-4, rtol=1e-4)
+
+
+def test_a_penalty_given_as_a_processor_reads_padding_as_it_does_by_generate(decoder):
+    """Token 0 ends texts and is the padding, as in many tokenizers, so that padding makes an end less likely."""
+    settings = left_padded(PROMPTS) | {"pad_token_id": 0, "eos_token_id": 0, "max_new_tokens": 12}
+    expected = decoder.target.generate(**settings)
+    settings["logits_processor"] = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(3.0)])
+    penalised = decoder.target.generate(**settings)
+    assert not torch.equal(penalised, expected)
+    assert torch.equal(decoder.target.generate(**settings, custom_generate=decoder), penalised)
 
 
 @pytest.mark.parametrize(("settings", "message"), [
