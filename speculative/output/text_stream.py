@@ -14,7 +14,8 @@ class TextStream:
 
     Tokens of a byte-level vocabulary may end within a character, so text is held back until its last character is
     complete. Special tokens are left out, unless skip_special_tokens is False. The first `put` gets the prompt, which
-    is not written. The pieces written until `end` make up the text after the prompt.
+    is not written. The pieces written until `end` make up the text after the prompt; a character that the prompt began
+    and the new tokens complete is part of it.
     """
 
     def __init__(
@@ -48,7 +49,11 @@ class TextStream:
     def _flush(self, tokens: list[int]) -> None:
         # Decoded together with tokens written before, since some tokenizers drop the space before the first word.
         before = tokens[: self._written]
-        text = self._text(tokens)[len(self._text(before)) :]
+        whole = self._text(tokens)
+        old = self._text(before)
+        if not whole.startswith(old):  # the prompt ends within a character, which is another one now
+            old = old.rstrip(UNFINISHED)
+        text = whole[len(old) :]
         self._write(text)
         # Special tokens that are left out are no context: the next word would be the first one of a text.
         self._tokens = tokens[self._written :] if text else before

@@ -42,6 +42,17 @@ def test_bytes_that_never_become_a_character_are_written_and_special_tokens_are_
     assert "".join(streamed(tokenizer, [a, a, [tokenizer.eos_token_id]])) == "a"
 
 
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_character_that_a_prompt_begins_is_written_where_it_becomes_whole(cut, size, tokenizer):
+    tokens = tokenizer("a🙂é").input_ids
+    prompt, rest = tokens[: -6 + cut], tokens[-6 + cut :]
+    steps = [rest[i : i + size] for i in range(0, len(rest), size)]
+    assert "".join(streamed(tokenizer, [prompt, *steps])) == "🙂é"
+    a = tokenizer("a").input_ids
+    assert "".join(streamed(tokenizer, [prompt, a, a])) == "aa", "it never becomes one"
+
+
 def test_spaces_that_a_vocabulary_drops_in_front_of_a_text_are_kept():
     words = Tokenizer(WordLevel({"▁one": 0, "▁two": 1, "▁three": 2}))
     words.decoder = decoders.Metaspace(prepend_scheme="first")
