@@ -116,23 +116,35 @@ def _tokens(tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, Token]]:
 
     That is the one with the lowest id, except that a byte token such as <0x41> comes before all others.
     """
-    fast: Any = tokenizer
-    decoder = fast.backend_tokenizer.decoder
-    kinds = b"" if decoder is None else decoder.__getstate__()
-    letters = {letter: byte for byte, letter in bytes_to_unicode().items()} if b"ByteLevel" in kinds else {}
-    marks_spaces = "▁".encode() in kinds or b"\\u2581" in kinds
-    has_bytes = b"ByteFallback" in kinds
+    words = Words(tokenizer)
     added = tokenizer.added_tokens_decoder
     found = []
     for word, index in tokenizer.get_vocab().items():
-        is_byte = has_bytes and len(word) == 6 and word.startswith("<0x")
-        if index in added:
-            text = word.encode()
-        elif letters and all(letter in letters for letter in word):
-            text = bytes(letters[letter] for letter in word)
-        elif is_byte:
-            text = bytes([int(word[3:5], 16)])
-        else:
-            text = (word.replace("▁", " ") if marks_spaces else word).encode()
-        found.append((not is_byte, -index, (index in added and added[index].special, text)))
+        text = word.encode() if index in added else words.bytes_of(word)
+        found.append((not words.is_byte(word), -index, (index in added and added[index].special, text)))
     return [(-index, token) for _, index, token in sorted(found)]
+
+
+class Words:
+    """How a tokenizer of the tokenizers library writes the bytes of its tokens; added tokens are written as text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        fast: Any = tokenizer
+        decoder = fast.backend_tokenizer.decoder
+        kinds = b"" if decoder is None else decoder.__getstate__()
+        self._letters = {letter: byte for byte, letter in bytes_to_unicode().items()} if b"ByteLevel" in kinds else {}
+        self._marks_spaces = "▁".encode() in kinds or b"\\u2581" in kinds
+        self._has_bytes = b"ByteFallback" in kinds
+
+    def is_byte(self, word: str) -> bool:
+        """Whether a word of the vocabulary is the number of a byte, as <0x41>."""
+        return self._has_bytes and len(word) == 6 and word.startswith("<0x")
+
+    def bytes_of(self, word: str) -> bytes:
+        """The bytes that a word of the vocabulary stands for."""
+        letters = self._letters
+        if letters and all(letter in letters for letter in word):
+            return bytes(letters[letter] for letter in word)
+        if self.is_byte(word):
+            return bytes([int(word[3:5], 16)])
+        return (word.replace("▁", " ") if self._marks_spaces else word).encode()

@@ -3,7 +3,6 @@
 import asyncio
 import math
 import time
-from bisect import bisect_left
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -65,13 +64,16 @@ class _ChoiceText:
         """How many of the tokens so far come before the content: thinking and its markers."""
         if self.reader is None:
             return 0
-        begin = math.inf if self.reader.begin is None else self.reader.begin
-        return bisect_left(self.stopped.begins, begin)
+        return self.stopped.tokens if self.reader.begin is None else self.stopped.before(self.reader.begin)
 
     def piece(self, parts: AnswerParts, reason: Reason | None = None) -> Piece:
-        """Make a piece of these parts, with the log-probabilities of the tokens that came since the last piece."""
+        """Make a piece of these parts, with the log-probabilities of the tokens that came since the last piece.
+
+        Before there is content, tokens without text so far wait for the next piece: they may be thinking or content.
+        """
         begin = self.told
-        self.told = self.stopped.tokens
+        is_open = reason is None and self.reader is not None and self.reader.begin is None
+        self.told = self.stopped.before() if is_open else self.stopped.tokens
         scored = self.completion.logprobs[begin : self.told]
         thinking = max(0, self.thinking_tokens - begin)
         self.has_called |= bool(parts.calls)

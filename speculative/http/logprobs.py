@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from heavypath.speculative.drafts.vocabularies import Words
 from heavypath.speculative.output.text_stream import UNFINISHED
 from heavypath.speculative.serving.logprobs import TokenLogprob
 
@@ -17,6 +18,7 @@ class Spelling:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
+        self._words = None if getattr(tokenizer, "backend_tokenizer", None) is None else Words(tokenizer)
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def of(self, token: int) -> str:
@@ -51,12 +53,16 @@ class Spelling:
         return {"token": text, "logprob": max(LEAST, logprob or 0.0), "bytes": content}
 
     def _spelled(self, token: int) -> tuple[str, list[int]]:
-        """The text of a token within a text, and the bytes of it."""
+        """The text of a token within a text, and its bytes, which may be a part of a character."""
         if token not in self._known:
             text = self._decoded([token])
             if UNFINISHED not in text:  # some vocabularies drop the space before the first word of a text
                 text = self._decoded([token, token])[len(text) :]
-            self._known[token] = text, [*text.encode(errors="replace")]
+            content = text.encode(errors="replace")
+            if UNFINISHED in text and self._words is not None and token not in self._tokenizer.added_tokens_decoder:
+                word: Any = self._tokenizer.convert_ids_to_tokens(token)
+                content = self._words.bytes_of(word)
+            self._known[token] = text, [*content]
         return self._known[token]
 
     def _decoded(self, tokens: list[int]) -> str:

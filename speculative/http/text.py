@@ -1,5 +1,6 @@
 """Decode the tokens of one choice as they arrive, in whole characters, and stop at a stop string."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Container, Sequence
 
 import torch
@@ -47,6 +48,17 @@ class StoppedText:
     def tokens(self) -> int:
         """How many tokens were taken, up to the one that completed a stop string."""
         return len(self.begins)
+
+    def before(self, place: int | None = None) -> int:
+        """How many tokens end before a character of the text, or before the first byte of it.
+
+        place: the index of the character; None for the first one that was not returned yet
+        """
+        place = self._length - len(self._held) if place is None else place
+        last = bisect_right(self.begins, place) - 1  # the last token that begins there or earlier
+        if last < 0 or (last == self.tokens - 1 and self.begins[last] < self._length <= place):
+            return last + 1
+        return bisect_left(self.begins, self.begins[last])
 
     def add(self, tokens: Sequence[int]) -> str:
         """Add tokens. Returns the new text that is certain: whole characters that begin no stop string."""

@@ -181,6 +181,13 @@ def test_logprobs_of_a_chat_have_bytes_and_alternatives(client, alone, tokenizer
         assert bytes(each.bytes).decode() == each.token
 
 
+def test_bytes_of_tokens_make_up_characters_that_tokens_divide(base):
+    pytest.importorskip("llguidance")
+    scored = chat(base, logprobs=True, top_logprobs=1, guided_choice=["é 漢 😀"])["logprobs"]["content"]
+    assert any(one["token"] == "\N{REPLACEMENT CHARACTER}" for one in scored)
+    assert b"".join(bytes(one["bytes"]) for one in scored).decode().startswith("é 漢 😀")
+
+
 def penalised(frequency, presence, length):
     """OpenAI's formula, token by token."""
 

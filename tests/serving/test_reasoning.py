@@ -4,11 +4,12 @@ import copy
 import json
 
 import pytest
-from http_server import NAME, client_of, post, running, with_template
+from http_server import NAME, ask, client_of, post, running, with_template
 from played_service import Service, served
 
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.http.reasoning import REASONING, ReasoningReader
+from heavypath.speculative.serving.logprobs import TokenLogprob
 
 # As Qwen3's: thinking is opened in the prompt, or closed there.
 TEMPLATE = (
@@ -226,3 +227,29 @@ def test_logprobs_of_thinking_stand_apart_from_those_of_the_text(demo_pair, toke
                 scored[name] += "".join(one["token"] for one in found or [])
     assert scored["content"].removesuffix(tokenizer.eos_token) == "import b"
     assert scored["reasoning_content"] == "def a</think>\n\n"
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 1000])
+@pytest.mark.parametrize(("said", "stop"), [("é b", []), (" b é", []), ("ab", ["abc"]), ("\n\nb", ["x"])])
+def test_logprobs_are_of_thinking_or_text_whatever_a_step_brings(said, stop, step, tokenizer):
+    """A token of the text may begin with a space, bring a part of a character, or be held back for a stop string."""
+    tokens = tokenizer(f"a</think>{said}", add_special_tokens=False).input_ids
+
+    def play(completion):
+        for begin in range(0, len(tokens), step):
+            some = tokens[begin : begin + step]
+            completion.emit(some, [TokenLogprob(token, -1.0, []) for token in some])
+        return "stop"
+
+    body = {"messages": MESSAGES, "chat_template_kwargs": OPENED, "logprobs": True, "stop": stop, "max_tokens": 100}
+    with served(play, tokenizer, slots=2) as (_, base):
+        _, whole = post(base, body, "/v1/chat/completions")
+        _, _, events = ask(base, "POST", "/v1/chat/completions", body | {"stream": True})
+    choice = whole["choices"][0]
+    pieces = [json.loads(event[6:])["choices"][0]["logprobs"] for event in events.decode().split("\n\n")[:-2]]
+    thought = "a</think>\n\n" if said.startswith("\n") else "a</think>"
+    for name, text in (("reasoning_content", thought), ("content", said.lstrip("\n"))):
+        assert b"".join(bytes(one["bytes"]) for one in choice["logprobs"][name]).decode() == text
+        assert [one for piece in pieces if piece for one in piece[name]] == choice["logprobs"][name]
+    count = len(choice["logprobs"]["reasoning_content"])
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}

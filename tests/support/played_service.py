@@ -26,14 +26,14 @@ class Completion(serving.Completion):
     def tokens(self):
         return self.since(0)[0]
 
-    def emit(self, tokens):
-        """Pass tokens on; raises Interrupted where the owner wants no more."""
+    def emit(self, tokens, scored=()):
+        """Pass tokens on, and their log-probabilities; raises Interrupted where the owner wants no more."""
         if self.is_cancelled:
             raise Interrupted("cancelled")
         if time.monotonic() > self._begin + self.options.get("deadline", 1e9):
             raise Interrupted("deadline")
         self.steps += 1
-        super().emit(tokens)
+        super().emit(tokens, 0, scored)
 
     def end(self, outcome):
         if isinstance(outcome, str):
