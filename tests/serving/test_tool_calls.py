@@ -228,7 +228,7 @@ PARAMETERS = {
         "o": {"type": "object"}, "l": {"type": "array", "items": {"type": "integer"}}, "s": {"type": "string"},
         "u": {"type": ["integer", "string"]}, "m": {"anyOf": [{"type": "string"}, {"type": "null"}]},
         "k": {"$ref": "#/$defs/Kind"}, "z": {"$ref": "#/$defs/Size"}, "e": {"enum": [1, 2]}, "c": {"const": True},
-        "r": {"anyOf": [{"$ref": "#/properties/r"}, {"$ref": "#/properties/i"}]},
+        "r": {"anyOf": [{"$ref": "#/properties/r"}, {"$ref": "#/properties/i"}]}, "d": {"enum": ["1", 2, "null", None]},
     },
     "additionalProperties": {"type": "boolean"},
 }  # fmt: skip
@@ -240,6 +240,7 @@ VALUES = [
      " a\n\n b </x> <parameter=i>\n", None),
     ("u", "12", 12), ("u", "a", "a"), ("m", "null", None), ("m", "5", "5"), ("k", "a", "a"), ("z", "7", 7),
     ("z", "null", None), ("e", "2", 2), ("c", "true", True), ("r", "4", 4), ("other", "true", True),
+    ("d", "1", "1"), ("d", "2", 2), ("d", "null", "null"), ("d", "None", None), ("u", "٣", "٣"), ("f", "٣.5", "٣.5"),
 ]  # fmt: skip
 
 

@@ -3,11 +3,11 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 STRING = "string"
-_INTEGER = re.compile(r"[+-]?\d{1,4000}(\.0*)?")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,4000}(\.0*)?")
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: STRING, list: "array", dict: "object"}
 
 
@@ -33,6 +33,20 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
     root: the schema of all arguments, to which references are relative
     """
     found = set[str]()
+    for each in _parts(schema, root):
+        if each.get("nullable") is True:
+            found.add("null")
+        declared = each.get("type")
+        names = declared if isinstance(declared, list) else [declared]
+        own = {name for name in names if isinstance(name, str)}
+        if not own:
+            own = {"null" if value is None else _KINDS.get(type(value), STRING) for value in _values(each)}
+        found |= own
+    return found
+
+
+def _parts(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """A schema of a value, those that it refers to, and those of which the value must follow one or all."""
     waiting = [schema]
     seen = set[int]()
     while waiting:
@@ -40,20 +54,16 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
         if not isinstance(each, Mapping) or id(each) in seen:
             continue
         seen.add(id(each))
-        if each.get("nullable") is True:
-            found.add("null")
-        declared = each.get("type")
-        names = declared if isinstance(declared, list) else [declared]
-        own = {name for name in names if isinstance(name, str)}
-        if not own:
-            values = [each["const"]] if "const" in each else _listed(each.get("enum"))
-            own = {"null" if value is None else _KINDS.get(type(value), STRING) for value in values}
-        found |= own
+        yield each
         for name in ("anyOf", "oneOf", "allOf"):
             waiting += _listed(each.get(name))
         if isinstance(reference := each.get("$ref"), str):
             waiting.append(referred(reference, root))
-    return found
+
+
+def _values(schema: Mapping[str, Any]) -> list[Any]:
+    """The values that a schema lists; empty if it lists none."""
+    return [schema["const"]] if "const" in schema else _listed(schema.get("enum"))
 
 
 def _listed(value: Any) -> list[Any]:
@@ -76,14 +86,18 @@ def referred(reference: str, root: Mapping[str, Any]) -> Any:
 def typed(value: str, key: str, schema: Mapping[str, Any] | None, *, json_unless_told: bool) -> Any:
     """Convert the value of argument `key` from text to the first type of its schema that fits; otherwise return it.
 
-    Types are tried in the order null, boolean, integer, number, object, array.
+    A text that the schema lists stays text, whatever other types it allows. Types are tried in the order null, boolean,
+    integer, number, object, array.
 
     schema: the schema of all arguments of the tool; None if it has none
     json_unless_told: whether to read a value without a schema as JSON
     """
-    types = types_of(schema_of(key, schema), schema or {})
+    own = schema_of(key, schema)
+    types = types_of(own, schema or {})
     if not types:
         return _json(value, value) if json_unless_told else value
+    if any(value == each for part in _parts(own, schema or {}) for each in _values(part)):
+        return value
     word = value.strip()
     if "null" in types and word.lower() in ("null", "none"):
         return None
@@ -109,7 +123,7 @@ def _number(word: str) -> float | None:
         found = float(word)
     except ValueError:
         return None
-    return found if math.isfinite(found) and "_" not in word else None
+    return found if math.isfinite(found) and "_" not in word and word.isascii() else None
 
 
 def _json(text: str, otherwise: Any) -> Any:
