@@ -89,12 +89,13 @@ class Request:
         lengths = _prompt_lengths(input_ids, options.get("attention_mask"))
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        if options.get("min_new_tokens") is None:  # as in transformers, the model's own may be more than fit
+            settings["min_new_tokens"] = min(settings["min_new_tokens"], max_new_tokens)
         _check_positions(target, drafting, lengths, max_new_tokens)
-        given_pad = settings["pad_token_id"]
-        eos, pad = _stop_tokens(settings["eos_token_id"], given_pad, vocab_size)
+        eos, pad = _stop_tokens(settings["eos_token_id"], settings["pad_token_id"], vocab_size)
         stopping = _stopping(input_ids, settings["stop_strings"], options)
         batch, width = input_ids.shape
-        if stopping is not None and batch > 1 and not eos and given_pad is None:
+        if stopping is not None and batch > 1 and not eos and settings["pad_token_id"] is None:
             raise ValueError("sequences of a batch that stop early need pad_token_id or eos_token_id, got neither")
         device = input_ids.device
         padding = width - lengths  # on the left
@@ -234,11 +235,10 @@ def _check_tokens(input_ids: object, model_inputs: object, target: Forward) -> N
 
 
 def _check_past(past: object, target: Forward) -> None:
-    if past is None:
-        return
-    if not isinstance(past, TextCache):
+    if not isinstance(past, TextCache | None):
         raise TypeError(f"past must be the .cache of what an earlier generate returned, got {type(past).__name__}")
-    past.check(target)
+    if past is not None:
+        past.check(target)
 
 
 def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

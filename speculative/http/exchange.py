@@ -353,6 +353,8 @@ def _options(served: Served, asked: Asked[Any]) -> dict[str, Any]:
         "prompt_logprobs": scores if echo else None,
     }
     given = {name: value for name, value in asked_for.items() if value is not None}
+    if asked.grammar is not None:
+        given["min_new_tokens"] = 0  # such a text ends when it is complete, whatever least length the model has
     return given | {"eos_token_id": [*eos, *(request.stop_token_ids or ())] or None}
 
 

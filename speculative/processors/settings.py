@@ -67,7 +67,9 @@ def with_processors(
     Raises TypeError or ValueError for an object that is no processor, and for a processor that cannot be used in trees.
     """
     own = lists_for(options.get("logits_processor"), len(request.input_ids))
-    config = GenerationConfig() if config is None else config
+    config = GenerationConfig() if config is None else copy.copy(config)
+    if options.get("min_new_tokens") is not None or config.min_new_tokens is not None:  # 0 is a number, too
+        config.min_length = None  # over which min_new_tokens has precedence
     allowed = options.get("prefix_allowed_tokens_fn")
     filters = request.filters
     width = request.input_ids.shape[1]
@@ -106,7 +108,7 @@ def _of_settings(
         setattr(own, name, None)
     given = request.processing
     if given is not None and given.min_new_tokens > 0:
-        own.min_length = width + given.min_new_tokens if penalties else None  # it has precedence over min_length
+        own.min_length = width + given.min_new_tokens if penalties else None  # transformers sets both
         own.min_new_tokens = given.min_new_tokens if penalties else None
     if given is not None and penalties:
         own.repetition_penalty = given.repetition_penalty

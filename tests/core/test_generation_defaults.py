@@ -22,6 +22,7 @@ def pair():
     {"eos_token_id": 6, "min_new_tokens": 5},
     {"repetition_penalty": 1.7, "eos_token_id": 4, "pad_token_id": 4},
     {"temperature": 0.3, "top_k": 2, "top_p": 0.4, "min_p": 0.2, "eos_token_id": 6},
+    {"min_new_tokens": 0, "min_length": 9, "eos_token_id": 6},
 ], ids=str)  # fmt: skip
 @pytest.mark.few(1)
 def test_greedy_text_is_that_of_the_models_own_generate(config, pair):
@@ -62,13 +63,36 @@ def test_sampled_text_is_that_of_the_same_settings_given_by_name_and_what_is_sai
     ({"watermarking_config": SynthIDTextWatermarkingConfig(5, [1])}, "SynthIDTextWatermarkLogitsProcessor cannot be"),
     ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=2"),
     ({"stop_strings": ["x"]}, "stop_strings need tokenizer="),
-    ({"min_new_tokens": 9, "eos_token_id": 3}, "min_new_tokens must be in 0 .. max_new_tokens = 4, got 9"),
 ])  # fmt: skip
 def test_settings_that_the_decoder_lacks_are_refused_by_name(config, message, pair, monkeypatch):
     monkeypatch.setattr(GenerationConfig, "validate", lambda *_, **__: None)
     pair[0].generation_config = GenerationConfig(**config)
     with pytest.raises(ValueError, match=message):
         SpeculativeDecoder(*pair).generate(IDS, 4)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_least_length_of_the_model_is_no_more_than_what_is_asked(count, pair):
+    target = pair[0]
+    decoder = SpeculativeDecoder(*pair)
+    target.generation_config = GenerationConfig(min_new_tokens=count, eos_token_id=[*range(6)], pad_token_id=0)
+    expected = decoder.generate(IDS, count).sequences
+    target.generation_config.min_new_tokens = 99
+    assert torch.equal(decoder.generate(IDS, count).sequences, expected)
+    with decoder.serve(slots=1, max_tokens=32) as service:
+        assert service.submit(IDS[0], count).result(60).tokens == expected[0, 3:].tolist()
+
+
+def test_a_least_number_of_new_tokens_that_is_given_takes_the_place_of_the_models_least_length(pair):
+    target = pair[0]
+    ends = [*range(5)]  # of seven tokens, so that a text ends soon
+    expected = SpeculativeDecoder(*pair).generate(IDS, 9, eos_token_id=ends).sequences
+    assert expected.shape[1] < 12
+    target.generation_config = GenerationConfig(min_length=12, eos_token_id=ends, pad_token_id=0)
+    decoder = SpeculativeDecoder(*pair)
+    assert decoder.generate(IDS, 9).sequences.shape[1] == 12
+    assert torch.equal(target.generate(IDS, max_new_tokens=9, min_new_tokens=0), expected), "as by transformers"
+    assert torch.equal(decoder.generate(IDS, 9, min_new_tokens=0).sequences, expected)
 
 
 @pytest.mark.parametrize("config", [

@@ -263,6 +263,16 @@ def test_texts_have_the_form_that_openais_and_vllms_clients_ask_for(base, form, 
     assert content(base, response_format={"type": "json_object"})["text"].lstrip().startswith("{")
 
 
+@pytest.mark.parametrize("least", ["min_length", "min_new_tokens"])
+def test_a_form_is_complete_also_where_the_model_has_a_least_length(least, demo_pair, decoder, tokenizer, monkeypatch):
+    pytest.importorskip("llguidance")
+    eos = [tokenizer.eos_token_id]
+    monkeypatch.setattr(demo_pair.target.generation_config, least, 40)
+    with decoder.serve(slots=1, max_tokens=256) as service, running(service, tokenizer, eos=eos) as base:
+        assert content(base, guided_choice=["yes"], max_tokens=9)["text"] == "yes"
+        assert post(base, BODY | {"max_tokens": 3})[0] == 200
+
+
 def test_events_have_the_numbers_so_far_where_they_are_asked_for(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = list(client.completions.create(**BODY, stream=True, stream_options=options))
