@@ -65,11 +65,13 @@ class Reading:
                 raise of_fields(error) from None
             check_model(self._served, body.model)
             prompts = self._prompts.of(body)
-            form = None
-            if isinstance(body, ChatRequest):
-                served = self._served
-                form = answer_form(body, served.tokenizer, served.reasoning, self._calls(body), self._template)
-            return Asked(body, prompts, form=form), source_of(body, None if form is None else form.calls)
+            if not isinstance(body, ChatRequest):
+                return Asked(body, prompts), source_of(body, None)
+            calls = self._calls(body)
+            source = source_of(body, calls)  # before `answer_form`, which expects at most one form of the text
+            served = self._served
+            form = answer_form(body, served.tokenizer, served.reasoning, calls, self._template)
+            return Asked(body, prompts, form=form), source
 
         asked, source = await asyncio.get_running_loop().run_in_executor(self._thread, blocking)
         return asked if source is None else asked._replace(grammar=await self._grammars.of(source))

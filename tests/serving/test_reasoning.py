@@ -189,6 +189,14 @@ def test_a_text_held_to_a_form_without_an_end_of_thinking_is_the_answer(answered
     assert answered("a</think>yes", **asked)[0]["reasoning_content"] == "a"
 
 
+def test_a_chat_that_asks_for_two_forms_is_refused(tokenizer):
+    body = {"messages": MESSAGES, "guided_regex": "a", "guided_choice": ["b"]}
+    with served(lambda completion: "stop", tokenizer) as (_, base):
+        status, error = post(base, body, "/v1/chat/completions")
+    assert status == 400
+    assert "guided_regex and guided_choice ask for two" in error["message"]
+
+
 def test_where_a_text_is_said_the_first_time_is_known():
     for is_open, text, begin in (
         (True, "a</think>\n\nbc", 11), (None, " <think> a </think> b", 20), (None, "abc", 0), (False, "<think>", 0),
