@@ -52,7 +52,8 @@ class _OwnStream(WeightStream):
         self.resident = frozenset()
         self.on_take = None
         self._read = read
-        self._alone = threading.RLock()
+        self._alone = threading.RLock()  # for a pass of a decoder, and for each layer that is taken
+        self._holder: int | None = None  # the thread that took a layer, and has not released it
         self._counts = StreamCounts()
         self._unchecked = {*range(self.layers)}
         self._tensors: list[dict[str, Tensor]] = []
@@ -76,7 +77,20 @@ class _OwnStream(WeightStream):
         return self._tensors[layer]
 
     def take(self, layer: int) -> None:
-        """Read a layer's weights into its tensors. Raises ValueError for weights that are not those of the layer."""
+        """Read a layer's weights into its tensors, in which other threads' layers wait until it is released.
+
+        Raises ValueError for weights that are not those of the layer.
+        """
+        self.release(layer)  # of a pass that was interrupted
+        self._alone.acquire()
+        self._holder = threading.get_ident()
+        try:
+            self._bring(layer)
+        except BaseException:
+            self.release(layer)
+            raise
+
+    def _bring(self, layer: int) -> None:
         if self.on_take is not None:
             self.on_take(layer)
         begin = time.perf_counter()
@@ -108,12 +122,18 @@ class _OwnStream(WeightStream):
                 )
 
     def release(self, layer: int) -> None:
-        """Nothing to do: the next layer is read when it is taken."""
+        """Allow other threads to overwrite the layer's memory, if this thread took it."""
+        if self._holder == threading.get_ident():
+            self._holder = None
+            self._alone.release()
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
         with self._alone:
-            yield
+            try:
+                yield
+            finally:
+                self.release(0)
 
     def counts(self) -> StreamCounts:
         """Bytes copied so far, and seconds in `read` and in copying, all of which passes waited for."""

@@ -1,10 +1,13 @@
 """`stream_from`: a function brings weights; texts are those of the whole model, and wrong weights are refused."""
 
+import time
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
 from families import tiny
+from in_time import in_time
 from tiny_models import tiny_llama, transformers_greedy
 
 from heavypath.speculative import SpeculativeDecoder, stream_from, stream_of
@@ -86,3 +89,22 @@ def test_a_model_whose_weights_cannot_be_brought_is_refused():
     stream_from(target, stored_layers(target.model.layers).__getitem__)
     with pytest.raises(ValueError, match="are streamed already"):
         stream_from(target, lambda layer: {})
+
+
+@pytest.mark.parametrize("make", [lambda: tiny_llama(1, layers=3), lambda: tiny("granite")], ids=["llama", "granite"])
+def test_threads_may_decode_by_one_source_and_transformers_beside_them(make):
+    """All layers share one memory, which another thread's pass must not overwrite while a layer computes."""
+    target = make()
+    whole, stored = deepcopy(target), stored_layers(target.model.layers)
+
+    def read(layer):
+        time.sleep(1e-4)  # another thread goes on
+        return stored[layer]
+
+    stream_from(target, read)
+    decoder = SpeculativeDecoder(target, tiny_llama(2, vocab_size=whole.config.vocab_size), tree_size=5)
+    generate = partial(transformers_greedy, target, PROMPTS, 12)
+    texts = in_time(lambda: decoder.generate(PROMPTS, 12, temperature=0).sequences, generate, generate)
+    for text in texts:
+        assert not isinstance(text, BaseException), text
+        assert torch.equal(text, transformers_greedy(whole, PROMPTS, 12))
