@@ -4,7 +4,7 @@ A forward pass is chosen, and tried, for the model as it is when a decoder is ma
 replace a module, register a hook, add or switch an adapter, quantise a layer, move it to another device, choose another
 attention, or set a number in its config or in a module. They may also replace a method of a class, or a function that
 it looks up by name (`functions`). All of this is part of the structure, which takes a few microseconds per module to
-read. The values of weights are not part of it: forward passes read them when they are called.
+read. The values of weights are not part of it: forward passes read them when they are called. Those of buffers are.
 
 Cached keys and values depend on the weights' values, too. `WeightValues` detects changes of those.
 """
@@ -53,14 +53,15 @@ def structure_of(model: nn.Module) -> Structure:
     function: list[tuple[Any, ...]] = [tuple(hooks) for hooks in _GLOBAL_HOOKS]
     function += functions_of(types, attentions)
     for config in configs:
-        settings = [f"{name}={value}" for name, value in vars(config).items()]
-        function.append(tuple(settings))
+        function.append(tuple(f"{name}={value}" for name, value in vars(config).items()))
     places: list[int] = []
     for module in modules:
         function.append(_module_structure(module))
         for weight in module.__dict__["_parameters"].values():
             if weight is not None:
                 places.append(_place_of(weight))
+    buffers = [buffer for module in modules for buffer in _buffers(module.__dict__)]
+    function.append((*_contents(buffers),))  # a forward pass may have tables made of them
     return Structure(function, places)
 
 
@@ -202,8 +203,8 @@ def _contents(weights: list[Tensor]) -> list[bytes]:
 def _plain_parts(weight: Any) -> list[Tensor]:
     """The ordinary tensors that a weight consists of (several for torchao's); none if its class does not list them."""
     if type(weight) in (nn.Parameter, Tensor):
-        is_empty = weight.is_meta or weight.numel() == 0
-        return [] if is_empty else [weight.detach()]
+        is_usual = weight.layout == torch.strided and not (weight.is_meta or weight.is_quantized)
+        return [weight.detach()] if is_usual and weight.numel() else []
     if not hasattr(weight, "__tensor_flatten__"):
         return []
     names, _ = weight.__tensor_flatten__()
@@ -259,10 +260,9 @@ def _settings(own: dict[str, Any]) -> Iterator[Any]:
 
 
 def _buffers(own: dict[str, Any]) -> Iterator[Tensor]:
-    if _changes_by_itself(own):
-        return
-    for buffer in own["_buffers"].values():
-        if buffer is not None:
+    """A module's buffers, by its `__dict__`, without those that it changes in its own passes."""
+    for name, buffer in own["_buffers"].items():
+        if buffer is not None and ("original" in name or not _changes_by_itself(own)):
             yield buffer
 
 

@@ -111,6 +111,7 @@ CHANGES = {
     "weights in place": scaled,
     "weights through data": changed_unseen,
     "rotary frequencies": lambda model: model.model.rotary_emb.inv_freq.mul_(3),
+    "rotary frequencies through data": lambda model: model.model.rotary_emb.inv_freq.data.mul_(3),
     "rotary scaling": lambda model: setattr(model.model.rotary_emb, "attention_scaling", 3.0),
     "scaling": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.9),
     "epsilon": lambda model: setattr(model.model.layers[0].post_attention_layernorm, "variance_epsilon", 1e4),

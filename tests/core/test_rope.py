@@ -76,6 +76,18 @@ def test_dynamic_factors_stay_those_of_short_texts(kind):
         decoder.generate(ids, 28, attention_mask=mask)
 
 
+@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
+def test_frequencies_that_a_user_changes_are_noticed_beside_those_that_change_with_the_text(rope):
+    model = tiny("llama", **rope)
+    decoder = SpeculativeDecoder(model, model, "sequoia", tree_size=5)
+    before = check_text(decoder, 6, 4, 12)
+    for frequencies in (model.model.rotary_emb.original_inv_freq, model.model.rotary_emb.inv_freq):
+        frequencies.mul_(3)
+    assert not torch.equal(check_text(decoder, 6, 4, 12).sequences, before.sequences)
+    with pytest.raises(ValueError, match="past must come from"):
+        decoder.generate(prompts_of(6, 4)[0], 12, past=before.cache)
+
+
 @pytest.mark.parametrize(("length", "padded", "new", "got"), [
     (LIMIT - 4, 0, 6, "20 tokens and 6 new ones"), (LIMIT, 0, 2, "24 tokens and 2 new"), (LIMIT + 6, 6, 2, "24 to 30"),
 ])  # fmt: skip
