@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from heavypath.speculative.models.forward import is_plain
 from heavypath.speculative.models.layer_weights import LayerWeights, StreamCounts, WeightStream, stream_of
 from heavypath.speculative.ranks.peers import is_split
+from heavypath.speculative.streaming.holds import LOOK_AGAIN, Hold
 from heavypath.speculative.streaming.offloaded import layers_in
 from heavypath.speculative.streaming.stream import check_layer
 
@@ -52,8 +53,9 @@ class _OwnStream(WeightStream):
         self.resident = frozenset()
         self.on_take = None
         self._read = read
-        self._alone = threading.RLock()  # for a pass of a decoder, and for each layer that is taken
-        self._holder: int | None = None  # the thread that took a layer, and has not released it
+        self._alone = threading.RLock()
+        self._changed = threading.Condition()
+        self._hold: Hold | None = None  # of the one layer that is taken
         self._counts = StreamCounts()
         self._unchecked = {*range(self.layers)}
         self._tensors: list[dict[str, Tensor]] = []
@@ -82,8 +84,11 @@ class _OwnStream(WeightStream):
         Raises ValueError for weights that are not those of the layer.
         """
         self.release(layer)  # of a pass that was interrupted
-        self._alone.acquire()
-        self._holder = threading.get_ident()
+        hold = Hold.of_this_call(layer)
+        with self._changed:
+            while self._hold is not None and not self._hold.is_over:
+                self._changed.wait(LOOK_AGAIN)
+            self._hold = hold
         try:
             self._bring(layer)
         except BaseException:
@@ -123,9 +128,10 @@ class _OwnStream(WeightStream):
 
     def release(self, layer: int) -> None:
         """Allow other threads to overwrite the layer's memory, if this thread took it."""
-        if self._holder == threading.get_ident():
-            self._holder = None
-            self._alone.release()
+        with self._changed:
+            if self._hold is not None and self._hold.thread is threading.current_thread():
+                self._hold = None
+                self._changed.notify()
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:

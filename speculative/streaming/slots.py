@@ -24,10 +24,9 @@ from torch import Tensor
 
 from heavypath.speculative.models.layer_weights import StreamCounts
 from heavypath.speculative.streaming.file import WeightFile
+from heavypath.speculative.streaming.holds import LOOK_AGAIN, Hold
 from heavypath.speculative.streaming.layout import Chunk, Layout, aligned_memory
 
-# Seconds after which a waiting thread looks for ended ones: a thread that ends while it holds a layer notifies nobody.
-LOOK_AGAIN = 0.5
 Read = Callable[[WeightFile, memoryview, int], None]  # fill memory with bytes of a file from an offset on
 
 
@@ -110,7 +109,7 @@ class LayerSlots:
         self._changed = threading.Condition(self._lock)
         self._position = 0  # the streamed layer that is expected to be taken next, by its order
         self._asked: dict[threading.Thread, int] = {}  # layers that threads wait for; a thread waits for one at a time
-        self._held: dict[threading.Thread, int] = {}  # by whom; a thread holds one layer at a time
+        self._held: dict[threading.Thread, Hold] = {}  # by whom; a thread holds one layer at a time
         self._tally = _Tally()
         with self._lock:
             self._fill()
@@ -125,7 +124,8 @@ class LayerSlots:
         Raises OSError, with layer and reason, if it cannot be read, and RuntimeError after `close`.
         """
         slot = self._slot_of[layer]
-        thread = threading.current_thread()
+        hold = Hold.of_this_call(layer)
+        thread = hold.thread
         begin: float | None = None
         with self._lock:
             try:
@@ -138,7 +138,7 @@ class LayerSlots:
                     self._fill()
                     self._changed.wait(LOOK_AGAIN)
                 if layer in self._order:
-                    self._held[thread] = layer
+                    self._held[thread] = hold
                     self._position = self._order[layer]
             finally:
                 self._asked.pop(thread, None)
@@ -161,8 +161,9 @@ class LayerSlots:
     def release(self, layer: int) -> None:
         """Allow the slot of a layer that this thread took to be filled with another layer."""
         with self._lock:
-            if self._held.get(threading.current_thread()) == layer:
-                del self._held[threading.current_thread()]
+            hold = self._held.get(threading.current_thread())
+            if hold is not None and hold.layer == layer:
+                del self._held[hold.thread]
                 self._position = (self._order[layer] + 1) % len(self._streamed)
                 self._fill()
                 self._changed.notify_all()
@@ -184,10 +185,11 @@ class LayerSlots:
         """Queue reads of wanted layers into free slots."""
         if self.closed:
             return
-        for of_threads in (self._held, self._asked):
-            for thread in [thread for thread in of_threads if not thread.is_alive()]:
-                del of_threads[thread]
-        held = {id(self._slot_of[layer]) for layer in self._held.values()}
+        for hold in [hold for hold in self._held.values() if hold.is_over]:
+            del self._held[hold.thread]
+        for thread in [thread for thread in self._asked if not thread.is_alive()]:
+            del self._asked[thread]
+        held = {id(self._slot_of[hold.layer]) for hold in self._held.values()}
         claimed: set[int] = set()
         for layer in self._wanted():
             slot = self._slot_of[layer]

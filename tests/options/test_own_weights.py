@@ -108,3 +108,21 @@ def test_threads_may_decode_by_one_source_and_transformers_beside_them(make):
     for text in texts:
         assert not isinstance(text, BaseException), text
         assert torch.equal(text, transformers_greedy(whole, PROMPTS, 12))
+
+
+def test_ctrl_c_within_a_layer_leaves_it_to_other_threads():
+    """PyTorch calls no hook after it, so nothing says that the layer is free."""
+    target = tiny_llama(1, layers=3)
+    whole = deepcopy(target)
+    stream_from(target, stored_layers(target.model.layers).__getitem__)
+    decoder = SpeculativeDecoder(target, tiny_llama(2), tree_size=5)
+
+    def interrupt(*given):
+        raise KeyboardInterrupt
+
+    hook = target.model.layers[1].mlp.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        transformers_greedy(target, PROMPTS, 8)
+    hook.remove()
+    (text,) = in_time(lambda: decoder.generate(PROMPTS, 8, temperature=0).sequences)
+    assert torch.equal(text, transformers_greedy(whole, PROMPTS, 8))
