@@ -47,6 +47,13 @@ class TransformersForward(Forward):
         self.text_config: Any = model.config.get_text_config(decoder=True)
         self._kinds = self._kinds_of(model, name)
         super().__init__(model, name)
+        selected = getattr(self.text_config, "keep_window_size", None)  # of Doge
+        if selected is not None and selected < self.max_positions:
+            raise ValueError(
+                f"{name} of type {model.config.model_type!r} has {self.max_positions} positions, and in texts of more "
+                f"than keep_window_size={selected} tokens a token sees those that it selects, equal ones by chance; "
+                f"set max_position_embeddings={selected} in its config to decode shorter texts"
+            )
         if self.has_dynamic_rope and self.device.type == "cuda":
             raise ValueError(
                 f"{name} of type {model.config.model_type!r} has rope type 'dynamic', which waits for the GPU in each "

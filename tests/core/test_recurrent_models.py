@@ -12,6 +12,7 @@ from recurrent_families import FOUR, RECURRENT, recurrent
 from rounding import SMALL_MODEL, bound_of_sums
 from texts_with_rules import left_padded
 from tiny_models import exact_law, tiny_llama, transformers_greedy
+from torch.nn.utils.parametrizations import weight_norm
 from tree_policies import Scripted
 
 from heavypath.kernels.filtering import Filters
@@ -222,6 +223,21 @@ def test_the_joint_law_of_three_tokens_is_the_targets(kind, method, options):
     law = exact_law(target, prompt, Filters(0.9), 3).view(6, 6, 6)
     fit = goodness_of_fit(out.sequences[:, 3:], law)
     assert fit.is_lossless(), str(fit)
+
+
+@pytest.mark.parametrize("kind", FOUR)
+@pytest.mark.few(1)
+def test_parametrized_layers_are_decoded(kind):
+    """PyTorch refuses to copy them, and a model with recurrent layers runs as a copy of itself over its weights."""
+    model, changed = recurrent.__wrapped__(kind, 5), 0
+    for layer in model.model.layers:
+        for module in [*layer.modules()]:
+            if isinstance(module, torch.nn.Linear):
+                weight_norm(module).parametrizations.weight.original0.data *= 1.3
+                changed += 1
+    assert changed > 9
+    decoder = SpeculativeDecoder(model, model, "sequoia", tree_size=6)
+    assert texts(decoder, 16, temperature=0) == expected_texts(model)
 
 
 @some(FOUR[0])

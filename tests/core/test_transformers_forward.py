@@ -98,6 +98,8 @@ REFUSED = {
     "another window": (lambda: tiny("olmoe", sliding_window=16), ValueError,  # which it does not use
                        "'olmoe' has sliding_window=16 in its config, but its own forward pass sees farther"),
     "llama 4": (lambda: tiny("llama4_text"), ValueError, "'llama4_text' with layers of type chunked_attention"),
+    "doge": (lambda: tiny("doge", keep_window_size=16), ValueError,  # of 64 positions
+             "'doge' has 64 positions, and in texts of more than keep_window_size=16 tokens .* equal ones by chance"),
     "sinks": (lambda: tiny("gpt_oss", attn_implementation="heavypath"),
               ValueError, 'has no attention sinks .* use attn_implementation="eager"'),
     "caps": (lambda: tiny("gemma2", attn_implementation="heavypath"),

@@ -272,7 +272,9 @@ def over_trees(model: ModuleT) -> ModuleT:
 
     def copied(module: nn.Module) -> nn.Module:
         if id(module) not in made:
-            one = made[id(module)] = copy(module)
+            kind: Any = type(module)
+            one = made[id(module)] = kind.__new__(kind)  # `copy` asks for a state, which parametrized modules refuse
+            vars(one).update(vars(module))
             for name, hooks in vars(module).items():  # transformers adds hooks when hidden states are requested
                 if name.endswith(("_hooks", "_with_kwargs", "_always_called")) and isinstance(hooks, dict):
                     vars(one)[name] = copy(hooks)
