@@ -97,10 +97,10 @@ def is_as_published(model: PreTrainedModel, parts: Parts) -> bool:
 
     `LlamaForward` does not call most of the modules, nor the functions that they call. So it would leave out anything
     that a user put there, such as an attention of their own. Hooks by which transformers splits a model over ranks are
-    known and allowed.
+    known and allowed. A window in a Llama's config has an effect on transformers' cache alone, so it is tried.
     """
     kind = model.config.model_type
-    if kind not in MODEL_TYPES:
+    if kind not in MODEL_TYPES or (kind == "llama" and getattr(model.config, "sliding_window", None) is not None):
         return False
     for module in model.modules():
         if has_hooks(module) and not parts.knows_hook_of(module):

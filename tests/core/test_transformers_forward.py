@@ -97,6 +97,8 @@ REFUSED = {
     "meta": (lambda: tiny("granite").to("meta"), ValueError, "meta device"),
     "another window": (lambda: tiny("olmoe", sliding_window=16), ValueError,  # which it does not use
                        "'olmoe' has sliding_window=16 in its config, but its own forward pass sees farther"),
+    "a window of a cache": (lambda: tiny("llama", sliding_window=16), ValueError,  # Llama's attention has none
+                            "'llama' has sliding_window=16 in its config, but its own forward pass sees farther"),
     "llama 4": (lambda: tiny("llama4_text"), ValueError, "'llama4_text' with layers of type chunked_attention"),
     "doge": (lambda: tiny("doge", keep_window_size=16), ValueError,  # of 64 positions
              "'doge' has 64 positions, and in texts of more than keep_window_size=16 tokens .* equal ones by chance"),
