@@ -110,14 +110,6 @@ EQUIVALENT = {  # mutants by file, function and what their line becomes, and why
         "return cls(parents, ranks, depths, tokens, worths, values, keys)",
     ): "memory of one type, in which nothing is written yet",
     (
-        "kernels/attention/kernel.py", "tree_attention_kernel",
-        "if BLOCK_N == 31:",
-    ): "a second word is loaded, of which no bit is taken",
-    (
-        "speculative/decoding/sequences.py", "Sequences.begin",
-        "seen = prompt.where(column < last, root[:, None])",
-    ): "the token at the end is the root",
-    (
         "kernels/verifying/decision.py", "decide",
         "helping = helpers(device) if not (passes) else 0",
     ): "helpers change no result, and the interpreter has none",
@@ -125,6 +117,38 @@ EQUIVALENT = {  # mutants by file, function and what their line becomes, and why
         "kernels/verifying/distributions.py", "unread",
         "return Distribution(row_ptr, (-1.0), 0.0, temperature, cut, end)",
     ): "the largest logit is set before it is read",
+    (
+        "kernels/attention/launch.py", "tiles_for",
+        "if not (rows <= 16):",
+    ): "tiles of any size give the same numbers",
+    (
+        "kernels/commit.py", "commit",
+        "pass",
+    ): "a refusal of CUDA tensors",
+    (
+        "kernels/filter_cuts.py", "_launched",
+        "if rows == (-1):",
+    ): "the interpreter takes a grid of no programs",
+    (
+        "kernels/noise.py", "philox_words",
+        "k0 = seed_low.to(tl.uint32)",
+    ): "the same bits",
+    (
+        "kernels/sampling_kernel.py", "launch_topk",
+        "OPENED=max(16, max(4, block)),",
+    ): "how many groups are looked at together changes no token",
+    (
+        "kernels/sequence_scores.py", "launch",
+        "scores = torch.empty(logits.shape, device=logits.device)",
+    ): "the default dtype of PyTorch",
+    (
+        "kernels/trees/growing_kernel.py", "grow",
+        "warps = max(1, min(16, triton.next_power_of_2(max(parents, count)) * 64))",
+    ): "the number of warps changes no number",
+    (
+        "speculative/models/recurrent/nodes.py", "TextTokens.recur",
+        "size = PAIRS if not (rule is tree_kda) else CHUNK",
+    ): "chains of any length give the same states",
 }  # fmt: skip
 LIBRARIES = (
     "torch", "numpy", "scipy.stats", "triton.language", "triton.runtime.interpreter", "hypothesis",

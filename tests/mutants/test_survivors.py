@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 from attention_cases import DEVICE, inputs, random_tree
+from kernel_cases import NATIVE
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
 from heavypath.kernels.attention import variant
@@ -20,16 +22,17 @@ from heavypath.kernels.native.library import library
 from heavypath.kernels.native.recording import recorded
 from heavypath.kernels.nodes import Nodes, VerifyInputs
 from heavypath.kernels.noise import Noise, Stream, gumbel, gumbel_noise, gumbel_of, log2_below, noise_bits
-from heavypath.kernels.sampling import gumbel_topk, stochastic_beam
+from heavypath.kernels.sampling import TopK, gumbel_topk, stochastic_beam
 from heavypath.kernels.sharing import counters, open_pass, take_chunk
 from heavypath.kernels.step_kernels import StepKernels, step_kernels
 from heavypath.kernels.tree_attention import tree_attention
 from heavypath.kernels.trees.growing_kernel import _expm1, _log1p
 from heavypath.kernels.trees.levels import CommonNodes, NodeInputs, Trees, place
+from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots
 from heavypath.kernels.verification import verify_tree
 from heavypath.kernels.verifying.decision import help_at
 from heavypath.kernels.verifying.distributions import FACTS, PIECE, Distribution, store_distributions, store_residual
-from heavypath.speculative.decoding.drafted import Drafted
+from heavypath.speculative.decoding.drafted import Drafted, check_distributions
 from heavypath.speculative.decoding.sequences import node_rows
 from heavypath.speculative.drafts.lookahead import Lookahead, LookaheadDraft
 
@@ -268,12 +271,51 @@ def test_nodes_that_a_draft_adds_come_after_those_of_each_sequences_own_tree():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes tensors of the host to the kernels")
 def test_a_step_on_a_gpu_draws_with_and_without_replacement():
     logits, noise = torch.randn(3, 300), Noise(torch.tensor(7), torch.tensor([4, 9, 2]))
-    for replacement in (False, True):
-        options = {"noise": noise, "replacement": replacement, "uniform_fill": False}
+    likely, two = Filters(0.7, top_p=0.9), Filters(0.7, top_k=2)
+    for filters, replacement, fill in ((likely, False, False), (likely, True, False), (two, False, True)):
+        options = {"noise": noise, "replacement": replacement, "uniform_fill": fill}
         (found, *_), (expected, *_) = (
-            StepKernels(impl).draw(logits, 4, Filters(0.7, top_p=0.9), **options) for impl in ("triton", "torch")
+            StepKernels(impl).draw(logits, 4, filters, **options) for impl in ("triton", "torch")
         )
         assert torch.equal(found, expected)
+        assert fill <= bool((found >= 0).all()), "two tokens of the draft and two others"
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton", NATIVE])
+def test_a_confidence_knows_a_draft_that_is_certain(impl):
+    """Of a single token that can be drawn the sum of Q(v)^2 is 1: its slot is worth base + slope."""
+    logits = torch.full((1, 1, 6), -torch.inf, device=DEVICE)
+    logits[..., 3] = 2.0
+    lines = torch.tensor([[0.25, 0.25], [0.5, 0.5]], dtype=torch.float64, device=DEVICE)
+    roots = Roots(*torch.tensor([[9], [7], [4096], [5]], device=DEVICE))
+    level = Level(0, 1, 0, torch.ones(1, 1, 1, dtype=torch.bool, device=DEVICE))
+    slots = Slots.room_for(1, 3, torch.device(DEVICE))
+    logprobs = torch.tensor([[[0.0, -torch.inf]]], device=DEVICE)
+    draws = TopK(torch.tensor([[[3, -1]]], device=DEVICE), logprobs, logprobs)
+    StepKernels(impl).grow(slots, level, draws, logits, roots, Policy("slot", 2, 0.0, True, 1.0, lines))
+    assert slots.values[0, 1].item() == pytest.approx(0.75)
+
+
+def test_attention_by_a_kernel_is_one_operator_for_whoever_records_operators():
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    given = inputs(1, 2, 1, 2, 16, 16)
+    for impl, is_one in (("triton", True), ("torch", False)):
+        names = []
+        with Recorded(), torch.no_grad():
+            tree_attention(*given, prefix_length=3, subtree_end=torch.tensor([2, 2], device=DEVICE), impl=impl)
+        assert ("heavypath::tree_attention" in names) == is_one
+
+
+def test_only_numbers_of_float16_are_said_to_be_too_large_for_it():
+    state = SimpleNamespace(lengths=torch.tensor([4]), member=torch.tensor([0]))
+    for dtype, is_said in ((torch.float16, True), (torch.float32, False), (torch.bfloat16, False)):
+        with pytest.raises(ValueError, match=r"the target's logits after position 5 of sequence 0 hold NaN") as found:
+            check_distributions("target", torch.tensor([[[1.0, torch.nan]]], dtype=dtype), state, 1)
+        assert ("need bfloat16 or float32" in str(found.value)) == is_said
 
 
 def test_attention_reads_tensors_where_they_are_unless_it_cannot():
@@ -281,6 +323,7 @@ def test_attention_reads_tensors_where_they_are_unless_it_cannot():
     for tensor, is_read in (
         (whole[..., :32].contiguous(), True), (whole[..., :16].contiguous()[..., ::2], False), (whole, False),
         (whole.flatten()[1 : 1 + 2 * 3 * 5 * 32].view(2, 3, 5, 32), False),
+        (whole.flatten().as_strided((1, 3, 5, 32), (3, 160, 32, 1)), True),  # of one sequence no next one is read
     ):  # fmt: skip
         assert (in_place(tensor) is tensor) == is_read
         assert torch.equal(in_place(tensor), tensor)
