@@ -235,10 +235,11 @@ def _check_tokens(input_ids: object, model_inputs: object, target: Forward) -> N
 
 
 def _check_past(past: object, target: Forward) -> None:
-    if not isinstance(past, TextCache | None):
+    if past is None:
+        return
+    if not isinstance(past, TextCache):
         raise TypeError(f"past must be the .cache of what an earlier generate returned, got {type(past).__name__}")
-    if past is not None:
-        past.check(target)
+    past.check(target)
 
 
 def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -53,15 +53,19 @@ def structure_of(model: nn.Module) -> Structure:
     function: list[tuple[Any, ...]] = [tuple(hooks) for hooks in _GLOBAL_HOOKS]
     function += functions_of(types, attentions)
     for config in configs:
-        function.append(tuple(f"{name}={value}" for name, value in vars(config).items()))
+        settings = [f"{name}={value}" for name, value in vars(config).items()]
+        function.append(tuple(settings))
     places: list[int] = []
     for module in modules:
         function.append(_module_structure(module))
         for weight in module.__dict__["_parameters"].values():
             if weight is not None:
                 places.append(_place_of(weight))
-    buffers = [buffer for module in modules for buffer in _buffers(module.__dict__)]
-    function.append((*_contents(buffers),))  # a forward pass may have tables made of them
+    buffers: list[Tensor] = []
+    for module in modules:
+        buffers += _buffers(module.__dict__)
+    contents = _contents(buffers)  # a forward pass may have tables made of them
+    function.append(tuple(contents))
     return Structure(function, places)
 
 
@@ -204,7 +208,9 @@ def _plain_parts(weight: Any) -> list[Tensor]:
     """The ordinary tensors that a weight consists of (several for torchao's); none if its class does not list them."""
     if type(weight) in (nn.Parameter, Tensor):
         is_usual = weight.layout == torch.strided and not (weight.is_meta or weight.is_quantized)
-        return [weight.detach()] if is_usual and weight.numel() else []
+        if not is_usual or weight.numel() == 0:
+            return []
+        return [weight.detach()]
     if not hasattr(weight, "__tensor_flatten__"):
         return []
     names, _ = weight.__tensor_flatten__()
