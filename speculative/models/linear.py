@@ -109,7 +109,7 @@ class Linears:
 
 
 def _copied_of(weights: set[int]) -> set[int]:
-    """Those ids of weights of which a decoder has a current copy."""
+    """The ids among `weights` of those of which a decoder has a current copy."""
     found: set[int] = set()
     with _lock:
         for copied in _packed.values():

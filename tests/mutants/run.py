@@ -124,7 +124,7 @@ EQUIVALENT = {  # mutants by file, function and what their line becomes, and why
     (
         "kernels/commit.py", "commit",
         "pass",
-    ): "a refusal of CUDA tensors",
+    ): "only CUDA tensors are refused there",
     (
         "kernels/filter_cuts.py", "_launched",
         "if rows == (-1):",

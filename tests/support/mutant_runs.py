@@ -34,7 +34,7 @@ LINKS = {  # where the packages lie, as setup.py's links have them
 }
 MEMORY = 8 << 30  # bytes that a run may take
 FIRST = 2.0  # seconds of the tests that run before the files of all others are read
-MOST = 90  # seconds of the tests that a mutant meets; a slow computer has less of them in these
+MOST = 90  # seconds of the tests that a mutant meets, of which fewer fit on a slow computer
 
 
 class Measured(NamedTuple):
