@@ -144,6 +144,7 @@ def installation(device: "torch.device | None" = None) -> dict:
 
     on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
     return _versions() | {
+        "torch": torch.__version__,  # with the build, which the package's metadata may lack
         "device": f"cuda ({torch.cuda.get_device_name(device)})" if on_gpu else "cpu",
         "threads": torch.get_num_threads(),
         "kernels": {name: "Triton" if on_gpu else _on_cpu(name) for name in KERNELS},
