@@ -164,6 +164,7 @@ def test_a_seed_in_memory_draws_what_its_number_draws(seed):
         assert all(map(torch.equal, *beams))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("seed", [np.int8(-3), np.int32(7), np.int64(2**40), np.uint64(2**64 - 1)], ids=repr)
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_a_seed_of_numpy_draws_and_verifies_as_its_number(seed, impl):
