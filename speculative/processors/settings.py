@@ -114,6 +114,7 @@ def _of_settings(
         own.repetition_penalty = given.repetition_penalty
     own.do_sample = False
     own.num_beams = 1
+    own.num_return_sequences = 1
     own.max_length = width + request.max_new_tokens
     own._eos_token_tensor = request.stops if len(request.stops) else None
     if own.exponential_decay_length_penalty is not None and own._eos_token_tensor is None:

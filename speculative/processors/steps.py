@@ -87,7 +87,8 @@ class ProcessedSteps(LogitChange):
             return GrammarText(processor)
         if kind is PrefixConstrainedLogitsProcessor:
             allowed = processor._prefix_allowed_tokens_fn
-            of_one = PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(number, ids), 1)
+            prompt = number // processor._num_beams  # of each prompt transformers may generate several texts
+            of_one = PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(prompt, ids), 1)
             return of_one if is_promised(allowed) else self._watched.of(of_one, allowed)
         if kind is RepetitionPenaltyLogitsProcessor and isinstance(processor.prompt_ignore_length, Tensor):
             return RepetitionPenaltyLogitsProcessor(processor.penalty, int(processor.prompt_ignore_length[number]))

@@ -101,6 +101,24 @@ def test_a_function_of_allowed_tokens_is_told_which_sequence_it_is(tiny_pair):
     assert torch.equal(target.generate(**options, custom_generate=decoder), expected)
 
 
+def test_a_function_of_allowed_tokens_gets_the_number_that_generate_gives_it_for_several_texts_of_a_prompt(tiny_pair):
+    """The number of the text in transformers 5.23, and that of the prompt in later versions."""
+    target, decoder = tiny_pair[0], SpeculativeDecoder(*tiny_pair, "dyspec")
+    options = {
+        **left_padded(PROMPTS), "max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0, "do_sample": True,
+        "top_k": 1, "num_return_sequences": 2, "prefix_allowed_tokens_fn": lambda number, _: [number % 7],
+    }  # fmt: skip
+    expected = target.generate(**options)
+    assert torch.equal(target.generate(**options, custom_generate=decoder), expected)
+
+
+def test_a_processor_of_allowed_tokens_for_several_beams_counts_prompts(tiny_pair):
+    processors = [theirs.PrefixConstrainedLogitsProcessor(lambda number, _: [number], 2)]
+    ids = torch.tensor([[3, 1, 4]]).expand(4, -1)
+    out = SpeculativeDecoder(*tiny_pair).generate(ids, 2, eos_token_id=None, logits_processor=processors)
+    assert out.sequences[:, 3:].tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
+
+
 SETTINGS = [
     {"no_repeat_ngram_size": 2, "repetition_penalty": 1.4},
     {"bad_words_ids": [[1], [2, 6]], "min_new_tokens": 4},
