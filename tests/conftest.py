@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-DURATIONS = Path(__file__).with_name("durations.json")  # seconds of each file; `make durations` writes it
+DURATIONS = Path(__file__).with_name("durations.json")  # seconds of each test; `make durations` writes it
+BUDGET = 0.1  # seconds, of those: of a test that takes longer, as many variants run by default as it has time for
 SHOWN = 10  # tests that a run names at its end
 OF_WORKERS = pytest.StashKey()  # what the other processes of a run took of processors
 
@@ -22,8 +23,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--adversary", type=int, metavar="SEED", help="run kernels under tests/support/adversary.py with this seed"
     )
-    parser.addoption("--durations-file", type=Path, metavar="FILE", help="write the seconds of each test file there")
-    parser.addoption("--every-variant", action="store_true", help="run all variants of tests that are marked `few`")
+    parser.addoption("--durations-file", type=Path, metavar="FILE", help="write the seconds of each test there")
+    parser.addoption("--every-variant", action="store_true", help="run all variants, however long a test takes")
     parser.addoption(
         "--rows", choices=("pairs", "triples", "today"), default="pairs",
         help="rows of the conformance suite: of all pairs, of all triples, or drawn at random anew each day",
@@ -59,30 +60,50 @@ def prepare():
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(config, items):
     """Long files come first, so that no process is left alone with one at the end."""
-    if not config.getoption("--every-variant"):
-        mark_variants(items)
     seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-    items.sort(key=lambda item: -seconds.get(item.nodeid.split("::")[0], 0.0))
+    if not config.getoption("--every-variant"):
+        mark_variants(items, seconds)
+    of_files = defaultdict(float)
+    for name, duration in seconds.items():
+        of_files[name.split("::")[0]] += duration
+    items.sort(key=lambda item: -of_files[item.nodeid.split("::")[0]])
     gc.freeze()  # of what was imported nothing goes: to look through it takes as long as a short test
     gc.set_threshold(20_000)  # instead of 700 objects, which takes a fortieth of all time
 
 
-def mark_variants(items):
-    """Of a test marked `few(count)`, so many variants run by default, and the others nightly, as slow tests do."""
+def mark_variants(items, seconds):
+    """Of a test that takes longer than its budget, some variants run by default, and the others nightly, as slow ones.
+
+    The budget is BUDGET, or what a mark says. A test that is not recorded runs with all variants.
+    """
     variants = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
-            variants[item.nodeid.split("[")[0]].append(item)
-    for several in variants.values():
-        count, values = several[0].get_closest_marker("few").args[0], set()
-        first = [several[len(several) * place // count] for place in range(min(count, len(several)))]
-        left = [*first, *(item for item in several if item not in first)]
-        for _ in first:  # the next is one whose values have not been there; of those alike, one far from others
-            item = max(left, key=lambda item: len(values_of(item) - values))
-            left.remove(item)
-            values |= values_of(item)
-        for item in left:
-            item.add_marker("slow")
+        if hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            variants[function_of(item.nodeid)].append(item)
+    for name, several in variants.items():
+        mark = several[0].get_closest_marker("budget")
+        budget = mark.args[0] if mark else BUDGET
+        share = budget / seconds.get(name, budget)
+        if share < 1:
+            mark_others(several, max(1, int(len(several) * share)))
+
+
+def mark_others(several, count):
+    """Mark all but `count` variants as slow: those stay in which most values appear, and that are far apart."""
+    values = set()
+    first = [several[len(several) * place // count] for place in range(count)]
+    left = [*first, *(item for item in several if item not in first)]
+    for _ in first:  # the next is one whose values have not been there; of those alike, one far from others
+        item = max(left, key=lambda item: len(values_of(item) - values))
+        left.remove(item)
+        values |= values_of(item)
+    for item in left:
+        item.add_marker("slow")
+
+
+def function_of(nodeid):
+    """The test that a variant is one of."""
+    return nodeid.split("[")[0]
 
 
 def values_of(item):
@@ -129,18 +150,19 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 class Durations:
-    """Adds up how long the tests of each file take."""
+    """Adds up what the variants of each test take of processors."""
 
     def __init__(self, path):
         self.path, self.seconds = path, defaultdict(float)
 
     def pytest_runtest_logreport(self, report):
-        self.seconds[report.nodeid.split("::")[0]] += report.duration
+        if report.when == "call":
+            self.seconds[function_of(report.nodeid)] += dict(report.user_properties)["processor_seconds"]
 
     def pytest_sessionfinish(self):
         known = json.loads(self.path.read_text()) if self.path.exists() else {}
-        there = {name: seconds for name, seconds in known.items() if Path(name).exists()}
-        there |= {name: round(seconds, 1) for name, seconds in self.seconds.items() if seconds >= 0.05}
+        there = {name: seconds for name, seconds in known.items() if Path(name.split("::")[0]).exists()}
+        there |= {name: round(seconds, 2) for name, seconds in self.seconds.items() if seconds >= 0.05}
         self.path.write_text(json.dumps(dict(sorted(there.items())), indent=1) + "\n")
 
 

@@ -12,7 +12,6 @@ VOCABULARY, TEMPERATURE, TEXTS = 5, 0.6, 1000
 CHILDREN = [[1, 4, 2], [5, 3], [6], [], [], [], []]  # of each node, in draw order
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("method", "lazy"), [
     ("without_replacement", True), ("with_replacement", False), ("kseq", True), ("race", True),
     ("target_sample", False), ("traversal", True),

@@ -74,6 +74,7 @@ def test_no_attention_is_predicted_above_what_its_loop_can_do(figure):
         assert microseconds == pytest.approx(1e6 * own, rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_predicted_step_is_that_of_its_parts():
     every = predict_step.rows()
     for file, pair, field in product(("large", "head"), ("7B + 68M", "8B + EAGLE-3"), ("step_ms", "over_limit")):

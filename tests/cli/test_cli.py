@@ -202,7 +202,6 @@ def test_generate_plans_its_tree_by_a_profile(heavypath, calibrated):
     assert_refused(heavypath("calibrate", "--out", path.parent), 2, "--out.* is a directory")
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("draft", [
     "prompt-lookup", "lookahead", "early-exit:4", "early-exit:0,5,7", f"retrieval:{__file__}",
     "demo-head+prompt-lookup", "2*demo-head+4*prompt-lookup", "merge:demo-head+prompt-lookup",
@@ -359,7 +358,6 @@ def test_log_lines_say_what_is_chosen_and_none_comes_with_each_token(heavypath, 
     ("demo --top-p 0", 1, r"top_p must be .* in \(0, 1\], got 0.0"),
     ("demo --prompts 1000", 1, "--prompts must be at most .*, got 1000"),
 ])  # fmt: skip
-@pytest.mark.few(12)
 def test_wrong_options_are_refused_in_one_line(heavypath, arguments, code, message):
     assert_refused(heavypath(*arguments.split()), code, message)
 
@@ -399,7 +397,6 @@ def test_unusable_prompts_are_refused_in_one_line(heavypath, folders, monkeypatc
     ("target", "early-exit:1", "an early exit must leave 1 .. 0 layers, got 1"),
     (None, "draft", r"a draft \('draft'\) needs its target"),
 ])  # fmt: skip
-@pytest.mark.few(6)
 def test_unusable_models_are_refused_in_one_line(heavypath, folders, monkeypatch, target, draft, message):
     monkeypatch.chdir(folders)
     given = [word for role, name in (("--target", target), ("--draft", draft)) if name for word in (role, name)]

@@ -155,7 +155,6 @@ def refused(heavypath, *models):
 FOLDER = "or give a folder with config.json and safetensors weights"
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize(("refusal", "message"), [
     ((404, HIDDEN), "no folder 'someone/model' here for the {role}, and no model of that name on {url} that you may"),
     ((401, HIDDEN), "check its spelling, log in by `hf auth login` or set HF_TOKEN if it is private"),
@@ -233,7 +232,6 @@ def test_what_is_neither_folder_nor_name_is_said(heavypath, published, folders, 
     assert not published.asked
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("line", ["generate x", "chat", "serve --port 0", "batch FILE --out OUT", "compare x"])
 def test_what_is_wrong_beside_the_models_is_said_before_they_are_fetched(heavypath, published, tmp_path, line):
     (tmp_path / "FILE").write_text('"x"\n')
@@ -247,7 +245,6 @@ COMMANDS = ("generate x", "chat", "serve --port 0", "batch FILE --out OUT", "com
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-@pytest.mark.few(4)
 def test_each_command_that_loads_models_can_be_told_to_stay_offline(heavypath, hub, tmp_path, line):
     (tmp_path / "FILE").write_text('"x"\n')
     words = [str(tmp_path / word) if word in ("FILE", "OUT") else word for word in line.split()]

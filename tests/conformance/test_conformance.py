@@ -1,5 +1,6 @@
 """Every pair of options decodes right: rows of a covering array, each against transformers, itself and its law."""
 
+import math
 from datetime import date
 
 import pytest
@@ -70,6 +71,7 @@ def enter(request, monkeypatch):
     return entered
 
 
+@pytest.mark.budget(math.inf)
 def test_texts(row, enter, folder):
     case, everyone = Case(row, folder), range(len(BATCHES[row["batch"]]))
     exact, greedy = row["dtype"] == "float32", row["temperature"] == 0
@@ -101,6 +103,7 @@ def test_texts(row, enter, folder):
         assert found == texts(case, case.plain_decoder(), way="compiled", past=False)
 
 
+@pytest.mark.budget(math.inf)
 def test_the_joint_law_of_four_tokens(row, sequences, folder):
     """All are sampled in one batch, by compiled code: `test_texts` holds other ways to its texts under each seed."""
     case = Case(row | {"way": "compiled"}, folder)

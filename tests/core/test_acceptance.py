@@ -13,7 +13,6 @@ from heavypath.speculative.trees.tree import TokenTree
 
 @pytest.mark.parametrize("filters", [Filters(0.6), Filters(1.0, top_k=3), Filters(1.0, top_p=0.8)])
 @torch.no_grad()
-@pytest.mark.few(1)
 def test_the_expected_rate_is_the_rate_of_accepted_children(filters):
     models, input_ids = (tiny_llama(1), tiny_llama(2, layers=1)), torch.randint(0, 7, (40, 16))
     told = {"temperature": filters.temperature, "top_k": filters.top_k, "top_p": filters.top_p}

@@ -40,7 +40,7 @@ def requested(as_on_a_gpu, monkeypatch):
 def text(target, amounts, monkeypatch, draft=None):
     monkeypatch.setattr(ahead, "amounts_ahead", lambda device: amounts)
     decoder = SpeculativeDecoder(target, draft or small_llama(2), tree_size=2, cuda_graphs=True)
-    return decoder, decoder.generate(PROMPTS[1:2], 6, temperature=0.8, seed=3, eos_token_id=None).sequences
+    return decoder, decoder.generate(PROMPTS[1:2], 4, temperature=0.8, seed=3, eos_token_id=None).sequences
 
 
 def test_every_product_is_followed_by_a_request_of_the_next_weight(requested, monkeypatch):
@@ -67,6 +67,7 @@ def test_every_product_is_followed_by_a_request_of_the_next_weight(requested, mo
     del decoder
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_joined_are_not_requested(requested, monkeypatch):
     target = model(1)
     for layer in target.model.layers:
@@ -80,6 +81,7 @@ def test_weights_that_are_not_joined_are_not_requested(requested, monkeypatch):
     del decoder
 
 
+@pytest.mark.slow
 def test_the_last_layer_of_an_early_exit_joins_its_requests(requested, monkeypatch):
     target = model(1)
     decoder, _ = text(target, Amounts(640, 320), monkeypatch, EarlyExit([0]))

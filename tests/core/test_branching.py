@@ -72,14 +72,12 @@ def test_rsd_c_takes_a_vector_a_width_or_plans():
     ("rsd-c", {"tree_size": 5, "max_depth": 0}, "max_depth 0"),
     ("sequoia", {"branching": [2, 2]}, "method 'sequoia' has no option 'branching'"),
 ])  # fmt: skip
-@pytest.mark.few(3)
 def test_options_that_do_not_fit_are_refused(method, options, message):
     with pytest.raises(ValueError, match=message):
         SpeculativeDecoder(tiny_llama(1), tiny_llama(2), method, **options)
 
 
 @pytest.mark.parametrize("method", ["sequoia", "dyspec", "top-k"])
-@pytest.mark.few(1)
 def test_more_levels_than_nodes_are_as_many_as_there_are(method):
     trees = [SpeculativeDecoder(tiny_llama(1), tiny_llama(2), method, tree_size=5, max_depth=most).tree
              for most in (4, 1_000_000)]  # fmt: skip

@@ -124,7 +124,6 @@ CHANGES = {
 RELATIVES = {"a window": "mistral", "a hook on attention": "qwen3"}  # of Llama, and which change is made to them
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_is_decoded_as_it_is(change, model, draft):
     if change in RELATIVES:
@@ -144,7 +143,6 @@ def test_a_changed_model_is_decoded_as_it_is(change, model, draft):
 
 
 @pytest.mark.parametrize("change", ["a hook on a layer", "adapters", "weights in place"])
-@pytest.mark.few(1)
 def test_a_changed_draft_computes_its_rows_anew_and_costs_acceptance_alone(change, model, draft):
     decoder = SpeculativeDecoder(model, draft, "ersd", tree_size=5)
     options = {"temperature": 0.9, "seed": 3, "eos_token_id": None}
@@ -193,7 +191,6 @@ CHANGES_FOR_A_WHILE = {
 }
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("change", CHANGES_FOR_A_WHILE)
 def test_a_change_that_is_undone_is_gone(change, model, draft, decoder):
     before = greedy(model)

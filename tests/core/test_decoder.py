@@ -125,7 +125,6 @@ def with_nan(model):
     (lambda t, d: PromptLookup("3"), "max_ngram must be an integer, got '3'"),
     (lambda t, d: PromptLookup(3, True), "min_ngram must be an integer, got True"),
 ])  # fmt: skip
-@pytest.mark.few(5)
 def test_models_and_options_that_do_not_fit_are_refused(build, message, tiny_pair):
     with pytest.raises((ValueError, TypeError), match=message):
         build(*tiny_pair)
@@ -150,7 +149,6 @@ def test_models_and_options_that_do_not_fit_are_refused(build, message, tiny_pai
     ({"beams": 1}, "no option 'beams'; it has max_new_tokens, temperature, top_k"),
     ({"input_ids": torch.tensor([[1], [1]]), "streamer": object()}, "got one streamer for a batch of 2"),
 ])  # fmt: skip
-@pytest.mark.few(4)
 def test_bad_arguments_are_refused_before_any_work(options, message, tiny_pair):
     decoder = SpeculativeDecoder(*tiny_pair)
     with pytest.raises((ValueError, TypeError), match=message):

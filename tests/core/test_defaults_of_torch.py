@@ -47,7 +47,6 @@ def by_transformers(target, draft):
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "autoregressive"])
-@pytest.mark.few(1)
 def test_a_method_writes_the_same_text(method, tiny_pair, default):
     expected = decoded(*tiny_pair, method)
     default()
@@ -55,7 +54,6 @@ def test_a_method_writes_the_same_text(method, tiny_pair, default):
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.few(1)
 def test_a_draft_writes_the_same_text(draft, default, tmp_path):
     target = tiny_llama(1, layers=3)
     made = DRAFTS[draft](target, tmp_path)
@@ -64,7 +62,6 @@ def test_a_draft_writes_the_same_text(draft, default, tmp_path):
     assert decoded(target, made) == expected
 
 
-@pytest.mark.few(1)
 def test_recurrent_layers_write_the_same_text(default):
     pair = recurrent("qwen3_next", 1), recurrent("qwen3_next", 2)
     expected = decoded(*pair)
@@ -73,7 +70,6 @@ def test_recurrent_layers_write_the_same_text(default):
 
 
 @pytest.mark.parametrize("text", [served, by_transformers])
-@pytest.mark.few(2)
 def test_other_ways_to_decode_write_the_same_text(text, tiny_pair, default):
     expected = text(*tiny_pair)
     default()

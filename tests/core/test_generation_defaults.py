@@ -24,7 +24,6 @@ def pair():
     {"temperature": 0.3, "top_k": 2, "top_p": 0.4, "min_p": 0.2, "eos_token_id": 6},
     {"min_new_tokens": 0, "min_length": 9, "eos_token_id": 6},
 ], ids=str)  # fmt: skip
-@pytest.mark.few(1)
 def test_greedy_text_is_that_of_the_models_own_generate(config, pair):
     target = pair[0]
     target.generation_config = GenerationConfig(**config)

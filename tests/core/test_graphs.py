@@ -142,7 +142,6 @@ DRAFTS = {
     + [("prompt lookup", True)]
     + [pytest.param(kind, True, marks=pytest.mark.slow) for kind in DRAFTS if kind != "prompt lookup"],
 )
-@pytest.mark.few(1)
 def test_a_decoder_goes_with_its_last_reference(kind, graphs, as_on_a_gpu):
     """Its memory would else be kept until Python looks for cycles, which knows nothing of a GPU's memory."""
     if graphs:
@@ -208,7 +207,6 @@ def test_launches_that_take_the_host_long_do_not_say_that_a_draft_does_not_pay(a
     assert "does not pay" not in caplog.text
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("warms_up", [True, False])
 def test_a_step_that_is_tried_out_gets_as_far_as_the_rows_of_the_caches(warms_up, as_on_a_gpu, monkeypatch):
     """So that what it launches before is compiled side by side, at the first step of a workspace at the latest."""
@@ -231,7 +229,6 @@ def test_a_step_that_is_tried_out_gets_as_far_as_the_rows_of_the_caches(warms_up
 
 
 @pytest.mark.parametrize(("tokens", "pieces"), [(1, [0]), (2, [1, 1]), (6, [1, 2, 4, 5]), (9, [1, 2, 4, 8, 8])])
-@pytest.mark.few(1)
 def test_warming_up_reads_prompts_of_each_power_of_two(tokens, pieces, as_on_a_gpu, monkeypatch):
     """Attention to pieces of other lengths is compiled for these: a text must not wait for that."""
     as_on_a_gpu()

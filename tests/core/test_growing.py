@@ -296,7 +296,6 @@ def by_reference(monkeypatch):
 
 @pytest.mark.parametrize("name", GROWTHS)
 @pytest.mark.usefixtures("by_reference")
-@pytest.mark.few(2)
 def test_every_way_to_grow_leaves_the_targets_law_exactly(name, monkeypatch):
     growth, language = GROWTHS[name], Language(VOCAB, seed=3)
     verifier = top_down(sampling) if growth.by == "node" else rejection

@@ -112,7 +112,6 @@ def whole_by_eager(model, is_padded):
 
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.usefixtures("route")
-@pytest.mark.few(6)
 def test_logits_are_those_of_eager(model, kind):
     for padding in (None, PADDING):
         assert_close(read(model, "heavypath", CACHES[kind], padding), whole_by_eager(model, padding is not None))
@@ -157,7 +156,6 @@ def assert_generated(ours, expected):
     assert_close(ours[1], expected[1][: len(ours[1])])
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FEW)
 @pytest.mark.parametrize("way", WAYS)
 def test_generate_writes_the_text_of_eager(family, way, route):
@@ -226,6 +224,7 @@ def test_autocast_is_that_of_sdpa():
     torch.testing.assert_close(logits, expected, atol=0.2, rtol=0.05)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("family", "kind"), [("mistral", "a static"), pytest.param("llama", "a growing", marks=pytest.mark.slow)]
 )
@@ -270,7 +269,6 @@ TREES = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("padding", [None, PADDING[:, :12]], ids=["unpadded", "left padding"])
-@pytest.mark.few(3)
 def test_a_node_of_a_tree_sees_what_its_path_sees(model, padding):
     known = torch.ones(2, 12, dtype=torch.long) if padding is None else padding
     lengths = known.sum(1, keepdim=True)

@@ -68,7 +68,6 @@ def text(decoder, model):
     return expected
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "fewer"), [("llama with biases, tied", 6), ("qwen2", 5), ("qwen3", 3)])
 def test_parameters_stay_the_same_objects_with_their_values_and_versions(name, fewer, without_collector):
     """fewer: pieces of memory that a layer has less, two for q, k and v, one for gate and up, the same for biases."""
@@ -92,7 +91,6 @@ def test_parameters_stay_the_same_objects_with_their_values_and_versions(name, f
     assert LlamaForward(model).state() == state, "a cache of an earlier text still serves"
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "inferred"), [("eagle-3", True), ("block", False), ("eagle-3", False)])
 def test_a_heads_products_are_joined_and_it_drafts_what_it_drafted(
     kind, inferred, tmp_path, monkeypatch, without_collector
@@ -163,7 +161,6 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.few(3)
 def test_a_later_change_is_noticed(change, without_collector):
     model = tiny_llama(1)
     own = storages(model)

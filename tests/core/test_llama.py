@@ -28,7 +28,6 @@ def way(request, monkeypatch):
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-@pytest.mark.few(5)
 def test_logits_of_prompts_then_trees_are_those_of_transformers(name, way):
     model = sharpened(made(MODELS[name][0], **MODELS[name][1]))
     forward = LlamaForward(model)

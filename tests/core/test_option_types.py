@@ -74,7 +74,6 @@ def shown(value):
 
 
 @pytest.mark.parametrize("given", [*NO_NUMBERS.values(), *ODD.values()], ids=[*NO_NUMBERS, *ODD])
-@pytest.mark.few(5)
 def test_numbers_of_generate_a_decoder_and_a_service(given, target, draft, decoder, service):
     fits = (
         {"temperature", "repetition_penalty", "draft_temperature", "deadline"} if given is ODD["a fraction"] else set()
@@ -160,7 +159,6 @@ def test_a_prompt_that_is_none_is_refused_by_a_service(given, service):
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64, torch.tensor, lambda value: torch.tensor([value])])
-@pytest.mark.few(1)
 def test_numbers_of_numpy_and_tensors_of_one_element_are_numbers(kind, target, draft):
     def whole(number):
         return np.int64(number) if isinstance(kind, type) else kind(number)
@@ -222,7 +220,6 @@ def test_every_setting_of_transformers_is_served_or_harmless_or_refused():
     assert {*SETTINGS} == {*ANOTHER_WAY, *UNSERVED}
 
 
-@pytest.mark.few(6)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_that_is_not_served_is_refused_by_name(name, target, decoder, monkeypatch):
     config = GenerationConfig(max_new_tokens=3, pad_token_id=0)
@@ -267,7 +264,6 @@ def test_all_number_options_are_in_the_table():
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # of PEFT
 @pytest.mark.parametrize("names", [["default", "other"], ["default", "__base__"], ["other", "other"]], ids=str)
-@pytest.mark.few(1)
 def test_adapters_that_differ_by_the_row_of_a_batch_are_refused(names):
     """Rows of a batch change places; one adapter for all of them is decoded."""
     base, config = tiny_llama(1), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)

@@ -90,7 +90,6 @@ def register(monkeypatch):
 
 @pytest.mark.parametrize("masks", [None, sdpa_mask, eager_mask])
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.few(1)
 def test_an_attention_of_ones_own_that_takes_the_mask_is_used(masks, when, register):
     register(quiet, masks)
     model = llama()
@@ -166,7 +165,6 @@ REPLACED = {
 
 
 @pytest.mark.parametrize("which", REPLACED)
-@pytest.mark.few(1)
 def test_a_replaced_attention_is_used(which):
     model = llama()
     decoder, plain = decoder_of(model), greedy(model)
@@ -234,7 +232,6 @@ def _doubled(self, x):
     return 2 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("which", PATCHES)
 def test_a_patch_that_a_short_trial_cannot_see(which):
     """It is decoded as transformers does, or refused, whether it is made before the decoder or after."""
@@ -275,7 +272,6 @@ def test_a_modules_own_method_is_tried_with_long_texts():
         decoder_of(model)
 
 
-@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", MODELS)
 def test_nothing_of_transformers_own_models_is_strange(kind):
     model = tiny(kind)
@@ -284,7 +280,6 @@ def test_nothing_of_transformers_own_models_is_strange(kind):
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "heavypath"])
-@pytest.mark.few(4)
 def test_published_models_keep_their_own_pass(kind, attention):
     model = tiny(kind)
     model.set_attn_implementation(attention)
@@ -333,7 +328,6 @@ CHANGED = {
 
 @pytest.mark.parametrize("change", CHANGED)
 @pytest.mark.parametrize(("kind", "inferred"), [("llama", True), ("llama", False), ("granite", False)])
-@pytest.mark.few(3)
 def test_a_past_ends_with_weights_that_change_unseen(change, kind, inferred):
     """Through data, or made and changed in inference mode, where weights have no versions."""
     with torch.inference_mode(inferred):

@@ -41,7 +41,6 @@ def same_draft(target):
     return limited(target, 12)
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("new", [1, 2, 5])
 @pytest.mark.parametrize(("kind", "changes", "most"), [
     ("llama", {}, MOST), ("gpt2", {}, MOST), ("opt", {}, MOST), ("llama", DYNAMIC, 32),
@@ -74,7 +73,6 @@ def test_so_it_is_in_a_service_and_over_http(demo_pair):
 @pytest.mark.parametrize(("method", "temperature"), [
     ("chain", 0), ("sequoia", 0), ("dyspec", 0), ("specinfer", 0), ("rsd-s", 0), ("ersd", 0.8), ("ersd", 0),
 ])  # fmt: skip
-@pytest.mark.few(1)
 def test_a_text_goes_on_without_a_draft_that_has_no_more_positions(method, temperature, target, same_draft):
     """Until there all is accepted, and then each step brings one token."""
     ids = prompts_of(1, 5)
@@ -99,7 +97,6 @@ def test_each_sequence_of_a_batch_is_drafted_as_far_as_there_are_positions(targe
         assert torch.equal(one.sequences[0, -9:], out.sequences[row, -9:])
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["sequoia", "specinfer", "rsd-s", "spectr", "dyspec", "naive", "rsd-c"])
 def test_sampled_text_has_the_targets_distribution_across_the_draft_s_end(method, target):
     draft, ids = tiny_llama(2, max_position_embeddings=4), torch.tensor([[1, 2, 3]])
@@ -123,7 +120,6 @@ def kinds_of_draft(target, tokenizer):
     }
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [
     "learned positions", "recurrent", "pard", "translated", "cascade", "mixture", "merge",
 ])  # fmt: skip

@@ -54,7 +54,6 @@ def counting(monkeypatch, *models):
     return rows
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_texts_are_those_of_each_prompt_alone(lengths, draft):
@@ -71,7 +70,6 @@ def test_texts_are_those_of_each_prompt_alone(lengths, draft):
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("attention", ["ours", "sdpa", "eager"])
-@pytest.mark.few(3)
 def test_rows_are_about_as_many_as_tokens(lengths, attention, monkeypatch):
     """Also by transformers' own pass."""
     target = tiny_llama(1, VOCAB)
@@ -93,7 +91,6 @@ def test_rows_are_about_as_many_as_tokens(lengths, attention, monkeypatch):
 
 
 @pytest.mark.parametrize("draft", ["model", "head", "lookup"])
-@pytest.mark.few(1)
 def test_what_a_past_has_is_not_read_again_beside_a_prompt_that_is_new(draft, monkeypatch):
     """A chat's second turn in a batch with a first one."""
     target = tiny_llama(1, VOCAB)

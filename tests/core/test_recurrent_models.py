@@ -93,7 +93,6 @@ def largest(found, expected):
 
 
 @pytest.mark.parametrize("kind", EVERY)
-@pytest.mark.few(1)
 def test_logits_over_trees_are_those_of_transformers_token_by_token(kind, monkeypatch):
     """By the probe that each model passes when a decoder is made; here to the rounding of fp32.
 
@@ -131,7 +130,6 @@ def nearly(model):
     return draft
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", EVERY)
 def test_greedy_texts_are_those_of_transformers_generate(kind):
     """In a batch with left padding in which one text ends early, and alone."""
@@ -187,7 +185,6 @@ def some(*often):
     ])  # fmt: skip
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("method", "kind", "count"), CROSSED)
 def test_every_method_writes_the_targets_text(method, kind, count):
     """With a draft of recurrent layers; a static and a growing tree with a dense target or draft, too.
@@ -209,7 +206,6 @@ def test_every_method_writes_the_targets_text(method, kind, count):
             assert found == texts(SpeculativeDecoder(target, None, "autoregressive"), count, **sampled)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", FOUR)
 @pytest.mark.parametrize(("method", "options"), [
     ("sequoia", {"tree": TokenTree.from_branching([2, 2])}), ("specinfer", {"tree": TokenTree.independent(2, 2)}),
@@ -226,7 +222,6 @@ def test_the_joint_law_of_three_tokens_is_the_targets(kind, method, options):
 
 
 @pytest.mark.parametrize("kind", FOUR)
-@pytest.mark.few(1)
 def test_parametrized_layers_are_decoded(kind):
     """PyTorch refuses to copy them, and a model with recurrent layers runs as a copy of itself over its weights."""
     model, changed = recurrent.__wrapped__(kind, 5), 0
@@ -293,7 +288,6 @@ def test_a_draft_that_rests_reads_later_what_it_missed(kind, monkeypatch):
     )
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["chain", "sequoia", "specinfer", "dyspec", "rsd-s"])
 @some(FOUR[1])
 def test_a_draft_that_is_the_target_is_never_wrong(kind, method):
@@ -324,7 +318,6 @@ DRAFTS = {
 }
 
 
-@pytest.mark.few(1)
 @some(FOUR[0])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_a_part_of_a_draft_may_be_recurrent(draft, kind):

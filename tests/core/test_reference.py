@@ -36,7 +36,6 @@ def count_forwards(model):
     return forwards
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("temperature", [0, 0.6, 1.5])
 @pytest.mark.parametrize("draft_length", [1, 4])
 def test_the_chain_gives_the_decoders_tokens(draft_length, temperature, similar_pair):
@@ -48,7 +47,6 @@ def test_the_chain_gives_the_decoders_tokens(draft_length, temperature, similar_
         assert torch.equal(tokens, expected.sequences), seed
 
 
-@pytest.mark.few(6)
 @pytest.mark.parametrize("temperature", [0, 0.6, 1.5])
 @pytest.mark.parametrize("shape", TREES)
 def test_the_tree_gives_the_decoders_tokens(shape, temperature, similar_pair):

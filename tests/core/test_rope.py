@@ -33,7 +33,6 @@ def check_text(decoder, length, padded, new, **options):
 
 
 @pytest.mark.parametrize(("kind", "chunk"), [("llama", 7), ("llama", LIMIT), ("phi3", LIMIT + 1), ("phi3", 512)])
-@pytest.mark.few(1)
 def test_texts_of_both_kinds_come_in_any_order(kind, chunk, monkeypatch):
     """However a prefill is cut into pieces: the first ones alone would pass for short texts."""
     monkeypatch.setattr(forward_module, "PREFILL_CHUNK", chunk)
@@ -92,7 +91,6 @@ def test_frequencies_that_a_user_changes_are_noticed_beside_those_that_change_wi
     (LIMIT - 4, 0, 6, "20 tokens and 6 new ones"), (LIMIT, 0, 2, "24 tokens and 2 new"), (LIMIT + 6, 6, 2, "24 to 30"),
 ])  # fmt: skip
 @pytest.mark.parametrize(("kind", "whose"), [("llama", "target"), ("phi3", "draft")])
-@pytest.mark.few(1)
 def test_what_mixes_both_kinds_is_refused_before_any_work(kind, whose, length, padded, new, got, monkeypatch):
     ids, mask = prompts_of(length, padded)
     models = {"target": tiny_llama(5, vocab_size=61), "draft": tiny_llama(5, vocab_size=61)}
@@ -107,7 +105,6 @@ def test_what_mixes_both_kinds_is_refused_before_any_work(kind, whose, length, p
 @pytest.mark.parametrize(("kind", "method"), [
     ("llama", "chain"), ("phi3", "dyspec"), ("phi3", "chain"), ("gpt2", "dyspec"),
 ])  # fmt: skip
-@pytest.mark.few(1)
 def test_nodes_beyond_the_end_of_the_text_change_nothing(kind, method, monkeypatch):
     """On a GPU whole trees are drafted to the end; here the runner is asked for them."""
     gpt = {"n_embd": 32, "n_head": 4, "n_layer": 2, "max_position_embeddings": LIMIT}

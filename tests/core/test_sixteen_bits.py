@@ -46,7 +46,6 @@ def take_fp32(monkeypatch):
     monkeypatch.setattr(NativePass, "__call__", lambda *args, **kwargs: compiled(*args, **kwargs).float())
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "case", "draft"),
     [(method, "sampled", None) for method in ("chain", "specinfer", "spectr", "ersd", "typical-lossy")]
@@ -103,7 +102,6 @@ def test_users_get_fp32(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("whose", "method"), [("target", "sequoia"), ("draft", "sequoia"), ("draft", "dyspec")])
-@pytest.mark.few(3)
 def test_logits_that_are_none_are_found(whose, method, dtype):
     target, draft = models(dtype)
     decoder = SpeculativeDecoder(target, draft, method)

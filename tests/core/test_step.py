@@ -58,7 +58,6 @@ DRAFTS = {  # of a target
 }
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("method", "draft", "shape", "sampling", "batch", "new"),
     [
@@ -105,7 +104,6 @@ def test_steps_done_by_rote_write_the_same_text(method, draft, shape, sampling, 
 OTHERS = ("lookup", "lookahead", "early exit", "block", "pard", "p-eagle")
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("method", "draft", "temperature"),
     [
@@ -156,7 +154,6 @@ MOST_LAUNCHES = {  # of a step beside the models, at 32 nodes; both levels and l
 @pytest.mark.parametrize(("batch", "temperature"), [(1, 0.7), (4, 0.0)])
 @pytest.mark.parametrize("name", MOST_LAUNCHES)
 @torch.inference_mode()
-@pytest.mark.few(4)
 def test_a_step_launches_little_beside_the_models(name, temperature, batch, without_values, monkeypatch):
     """Each is a launch, however few numbers it is about; and as few for a batch as for one sequence."""
     levels, most = MOST_LAUNCHES[name]

@@ -135,7 +135,6 @@ def step_launches(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-@pytest.mark.few(6)
 @torch.inference_mode()
 def test_a_step_launches_what_is_counted(name, without_values, monkeypatch):
     found = step_launches(name, monkeypatch)

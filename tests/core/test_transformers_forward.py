@@ -36,7 +36,6 @@ def greedy(model, new_tokens):
     )
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", MODELS)
 def test_greedy_text_is_that_of_transformers_generate(kind):
     model = tiny(kind)
@@ -47,7 +46,6 @@ def test_greedy_text_is_that_of_transformers_generate(kind):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "heavypath"])
 @pytest.mark.parametrize("kind", ["granite", "gpt_neox"])
-@pytest.mark.few(1)
 def test_every_attention_gives_the_same_text(kind, attention, llama):
     model = tiny(kind)
     expected = greedy(model, 12)
@@ -122,7 +120,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.few(12)
 def test_what_cannot_be_decoded_is_refused_by_name(name):
     make, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
@@ -160,7 +157,6 @@ def test_a_model_that_does_not_do_as_told_is_found_out(broken, dtype, monkeypatc
         SpeculativeDecoder(model, None, "autoregressive")
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "attention", "method"), [
     ("granite", "sdpa", "sequoia"), ("granite", "heavypath", "dyspec"), ("gemma2", "eager", "dyspec"),
     ("deepseek_v3", "sdpa", "sequoia"), ("gpt_oss", "eager", "sequoia"), ("mixtral", "sdpa", "dyspec"),

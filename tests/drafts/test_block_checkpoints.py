@@ -33,7 +33,6 @@ def published(folder, target, name):
     return loaded(folder, target, kind, config, tensors), kind
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("text", [TEXT, TEXT[:3], TEXT[:1]], ids=["eleven tokens", "three", "one"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_laws_of_the_formulas(name, text, target, tmp_path):
@@ -166,7 +165,6 @@ CASES = {
 
 
 @pytest.mark.parametrize("message", CASES)
-@pytest.mark.few(6)
 def test_what_is_not_understood_is_refused_by_its_name(message, target, tmp_path):
     refused(tmp_path, target, message, **CASES[message])
 
@@ -179,7 +177,6 @@ def with_mask(target, folder, saved, **more):
 
 
 @pytest.mark.parametrize("layout", ["z-lab", "JetSpec", "SpecForge, shift_label", "DSpark"])
-@pytest.mark.few(1)
 def test_an_embedding_of_masks_in_a_file_is_that_of_masks_alone(layout, target, tmp_path):
     """The same as if it were the row of their token, where no token of the text is that one."""
     head, _ = published(tmp_path, target, layout)

@@ -39,7 +39,6 @@ def least_likely(oracle, depth):
     return path
 
 
-@pytest.mark.few(6)
 @pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
 def test_every_layout_has_the_laws_of_the_formulas(kind, layout, tmp_path):
     """Below paths of all depths, after texts of several lengths, one token's among them: probabilities to 1e-5."""
@@ -56,7 +55,6 @@ def test_every_layout_has_the_laws_of_the_formulas(kind, layout, tmp_path):
         assert len(oracle.base) == head.config.depths
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("method", ["sequoia", "dyspec"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_node_of_a_tree_has_its_law(kind, method, tmp_path):
@@ -68,7 +66,6 @@ def test_every_node_of_a_tree_has_its_law(kind, method, tmp_path):
     assert max(len(node.path) for node in nodes) > 1, "no node was deep"
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize(("method", "verifier", "sequences"), EXACT)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_joint_law_of_four_tokens_is_the_targets(kind, method, verifier, sequences, tmp_path):
@@ -95,7 +92,6 @@ def test_what_is_not_understood_is_refused_by_its_name(kind, message, tmp_path):
     refused(form, tmp_path, message, lambda *given: form.write(*given, **changes))
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_tensor_that_is_missing_is_named(kind, tmp_path):
     """Of those that the kind has besides a backbone; or what config.json has and the tensors then lack."""

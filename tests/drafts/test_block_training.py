@@ -68,7 +68,6 @@ def test_sdpa_is_asked_for_nothing_that_a_gpu_has_no_kernel_for(target, texts, t
 
 
 @pytest.mark.parametrize("positions", [3, 100], ids=["in pieces", "at once"])
-@pytest.mark.few(1)
 def test_it_learns_what_the_target_says_at_the_tokens_drafted(positions, head, target, texts, monkeypatch):
     """Overlaps and the loss are those of decoding; so are gradients, in pieces that begin and end within a block."""
     monkeypatch.setattr(learning, "POSITIONS_AT_ONCE", positions * len(texts))

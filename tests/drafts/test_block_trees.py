@@ -4,7 +4,6 @@ import pytest
 from block_trees import KINDS, gain
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tree_of_64_brings_a_fifth_more_than_the_chain_of_the_same_draft(kind, tmp_path):
     """At temperature 1, where both bring less than the block is long; by more than the ratio's error."""

@@ -39,7 +39,6 @@ VARIANTS = {
 }
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("variant", "method"), [
     *((variant, "sequoia") for variant in VARIANTS),
     ("causal", "chain"), ("from the root", "dyspec"), ("four tokens", "rsd-s"), ("windows", "eagle-2"),
@@ -122,7 +121,6 @@ SOME = [([*LAWS][place % len(LAWS)], *way, 3_000) for place, way in enumerate(WA
 @pytest.mark.parametrize(
     ("law", "method", "verifier", "sequences"), [*SOME, *(pytest.param(*row, marks=pytest.mark.slow) for row in EVERY)]
 )
-@pytest.mark.few(1)
 def test_the_joint_law_of_four_tokens_is_the_targets(law, method, verifier, sequences, tmp_path):
     """By enumeration. The draft has few of the tokens, so that Q lacks what P has."""
     target = tiny_llama(0)

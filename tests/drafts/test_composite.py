@@ -37,7 +37,6 @@ def composites(target, tmp_path_factory):
     }
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "method"), [
     ("model above lookup", "chain"), ("model above model", "sequoia"), ("head above lookup", "dyspec"),
     ("medusa above lookup", "sequoia"), ("lookup above head", "sequoia"), ("three", "sequoia"),

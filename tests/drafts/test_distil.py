@@ -43,7 +43,6 @@ PROMPT = random_rows(3, 1, 6).tokens.long()
 NONE = torch.zeros(0, dtype=torch.int32)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "loss"),
     [
@@ -94,7 +93,6 @@ def test_a_draft_has_the_targets_dtype_and_exact_rotary_frequencies_and_the_targ
     SpeculativeDecoder(target, head, tree_size=8).generate(PROMPT, max_new_tokens=8)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["head", "block", "medusa", "medusa, one head a step"])
 def test_a_training_that_was_interrupted_goes_on_to_the_same_draft_with_its_own_settings_alone(
     kind, tmp_path, monkeypatch
@@ -267,7 +265,6 @@ def test_the_command_refuses_in_one_line(heavypath, tmp_path):
         assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["--layers", "--config", "--draft-vocab-size", "block", "medusa"])
 def test_the_command_trains_each_kind_of_draft_and_generate_takes_it(kind, heavypath, tmp_path):
     model, words = tmp_path / "target", [f"w{number}" for number in range(VOCABULARY)]
@@ -299,7 +296,6 @@ def test_a_draft_without_a_measured_answer_is_saved_without_an_acceptance(kind, 
     assert draft.config.acceptance is load_draft(tmp_path / "draft", target).config.acceptance is None
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["head", "block", "medusa"])
 def test_a_default_tree_is_planned_with_the_acceptance_that_the_training_measured(kind, tmp_path):
     target = tiny_target()

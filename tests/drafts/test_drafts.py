@@ -138,7 +138,6 @@ def test_no_layers_are_chosen_by_nothing(bad):
 @pytest.mark.parametrize(("method", "draft_size"), [
     ("sequoia", 199), ("specinfer", 202), ("dyspec", 202), ("rsd-s", 199), ("ersd", 202),
 ])  # fmt: skip
-@pytest.mark.few(1)
 def test_padded_vocabularies_are_masked(method, draft_size):
     target, draft = tiny_llama(1, 200), tiny_llama(2, draft_size, layers=1)
     prompt = torch.tensor([[199, 3, 199]])  # a token that the smaller draft lacks

@@ -140,7 +140,6 @@ def assert_returns(head, target, folder):
 
 
 @pytest.mark.parametrize("name", OFFICIAL)
-@pytest.mark.few(4)
 def test_official_heads_have_the_logits_of_the_formulas(name, target, tmp_path):
     options, given = OFFICIAL[name]
     folder, kind, tensors = saved(tmp_path, options, **given)
@@ -150,7 +149,6 @@ def test_official_heads_have_the_logits_of_the_formulas(name, target, tmp_path):
 
 
 @pytest.mark.parametrize("options", VLLM.values(), ids=VLLM)
-@pytest.mark.few(4)
 def test_heads_of_speculators_have_the_logits_of_the_formulas(options, target, tmp_path):
     kind = variant(**options)
     config, tensors = as_speculators(kind)
@@ -251,7 +249,6 @@ def test_a_head_has_the_targets_dtype_but_its_rotary_table_does_not(target, tmp_
 
 
 @pytest.mark.parametrize("kind", [EagleHead, MedusaHeads, BlockHead])
-@pytest.mark.few(1)
 def test_a_pair_may_be_a_model_and_a_head(kind, demo_pair, tmp_path):
     target, folder = demo_pair.target, tmp_path / "head"
     if kind is EagleHead:
@@ -276,7 +273,6 @@ def test_a_pair_may_be_a_model_and_a_head(kind, demo_pair, tmp_path):
 
 @pytest.mark.parametrize(("shape", "key"), [((1, 1, 48), "mask_token_id"), ((1, 48), "ptd_token_id"),
                                             ((48,), "pard_token")])  # fmt: skip
-@pytest.mark.few(1)
 def test_a_head_with_mask_hidden_drafts_all_levels_at_once(shape, key, target, tmp_path):
     """P-EAGLE: its other tensors are a head's, in both layouts."""
     kind = variant(layers=2)

@@ -56,7 +56,6 @@ def losses_one_by_one(head, rows, target, depths):
     ({"feeds_back_normed": True, "layers": 2}, DEPTHS, learning.POSITIONS_AT_ONCE),
     ({"generation": 1, "taps": (3,), "tap_norms": False}, DEPTHS, learning.POSITIONS_AT_ONCE),
 ])  # fmt: skip
-@pytest.mark.few(1)
 def test_the_loss_and_its_gradients_are_those_of_entries_run_one_by_one(variant, depths, positions, monkeypatch):
     monkeypatch.setattr(learning, "POSITIONS_AT_ONCE", positions)
     head, target, rows = tiny_head(1, **variant), tiny_target(), random_rows(2)

@@ -23,7 +23,6 @@ from heavypath.speculative.models.forward_of import forward_of
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("variant", "method"), [
     *((variant, "sequoia") for variant in VARIANTS),
     ("eagle-3", "chain"), ("eagle-3.1", "dyspec"), ("eagle-3, four tokens", "rsd-s"),
@@ -36,7 +35,6 @@ def test_what_is_drafted_is_what_passes_over_the_whole_text_say(variant, method,
 
 
 @pytest.mark.parametrize(("variant", "chunk"), [("eagle-1", 7), ("eagle-3", 512), ("eagle-3, four tokens", 7)])
-@pytest.mark.few(1)
 def test_in_a_long_text_each_root_has_the_logits_of_a_pass_over_the_text(variant, chunk, target, monkeypatch):
     for module in (forward_module, head_module):
         monkeypatch.setattr(module, "PREFILL_CHUNK", chunk)
@@ -59,7 +57,6 @@ def assert_roots_are(expected, steps):
 
 
 @pytest.mark.parametrize("variant", ["eagle-1", "eagle-3", "p-eagle"])
-@pytest.mark.few(1)
 def test_a_later_turn_drafts_the_same_with_and_without_what_is_cached(variant, target):
     head = head_of(target, **VARIANTS[variant])
     assert_later_turns_agree(SpeculativeDecoder(target, head, "sequoia", tree_size=8))
@@ -93,7 +90,6 @@ def test_a_target_by_transformers_own_forward_pass(kind, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["sequoia", "chain", "rsd-s", "dyspec"])
-@pytest.mark.few(1)
 def test_planned_trees_are_no_shallower_by_default_than_those_of_a_model(method, demo_pair):
     """More of a head's tokens are accepted than of a small model's."""
     target, draft, _ = demo_pair
@@ -128,7 +124,6 @@ def test_a_head_that_does_not_fit_is_refused(message, target):
 
 @pytest.mark.parametrize("kind", ["eagle-1", "eagle-3", "p-eagle", "medusa", "pard", *LAWS])
 @torch.inference_mode()
-@pytest.mark.few(4)
 def test_acceptance_at_a_depth_is_that_of_a_draft_which_reads_itself(kind, target, tmp_path):
     """Calibration walks along texts token by token, and counts a token as drafted at the depth it would have.
 

@@ -125,7 +125,6 @@ def test_logits_that_depend_on_other_tokens_are_refused(tmp_path, monkeypatch):
         kept_states(tmp_path, Teacher(target), TOKENS)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(("settings", "keeps"), [
     ({"epochs": 2}, True), ({"epochs": 2, "keep": False}, False), ({"epochs": 1, "keep": True}, True),
     ({"epochs": 1}, False),

@@ -85,7 +85,6 @@ class OfLists:
     (Lookahead(2, 5, 5), "dyspec", {"tree_size": 6}, 0.4),
     (Lookahead(1, 3, 2), "ersd", {"tree_size": 4}, 0.9),
 ], ids=lambda case: str(case) if isinstance(case, Lookahead) else "")  # fmt: skip
-@pytest.mark.few(1)
 def test_windows_and_pools_are_those_of_lists(options, method, shape, temperature, monkeypatch):
     """Step by step over whole texts, of 6, 2 and 1 tokens; some end sooner, and then others take their slots."""
     target = tiny_llama(2, 20, initializer_range=0.3)
@@ -139,7 +138,6 @@ def test_a_text_begins_without_what_was_guessed_in_another():
     ("gpt2", {}, 1, 1), ("gpt2", {}, 1, 2),  # a text of one token may get one more
     ("llama", LONGROPE, 6, LIMIT - 6), ("phi3", LONGROPE, 6, LIMIT - 6), ("llama", DYNAMIC, 6, 26),  # no longer a text
 ])  # fmt: skip
-@pytest.mark.few(1)
 def test_guesses_after_the_text_do_not_change_it(kind, ropes, length, new):
     target = tiny(kind, **ropes)
     prompt = torch.randint(1, 60, (1, length), generator=torch.Generator().manual_seed(1))

@@ -27,7 +27,6 @@ def heads(target, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("method", "owns"), [("chain", True), ("sequoia", False), ("dyspec", True), ("rsd-s", False)])
-@pytest.mark.few(1)
 def test_every_node_has_its_depths_head_of_the_feature_before_the_root(method, owns, target, tmp_path):
     """Of zeros where the text is one token."""
     heads, _ = heads_of(target, tmp_path, owns=owns, layers=2)

@@ -55,7 +55,6 @@ def assert_laws(decoder, oracle, monkeypatch, texts=1):
     assert [depths.count(depth) > 4 for depth in range(2)] == [True, True]
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_laws_are_those_of_the_formulas_below_the_root_and_below_nodes(kind, tmp_path, monkeypatch):
     """Of the published tensors, in fp64, with neither transformers' layers nor its loader."""
@@ -114,7 +113,6 @@ def test_proposals_are_those_of_transformers_own_generate(kind, tmp_path, monkey
     assert len(both) > 5
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(("kind", "attention"), [
     ("glm4_moe", "eager"), ("deepseek_v3", "heavypath"), ("mellum", "sdpa"), ("mellum", "heavypath"),
     *((kind, "sdpa") for kind in RECURRENT),
@@ -149,7 +147,6 @@ def test_the_joint_law_of_four_tokens_is_the_targets(verifier, sequences, tmp_pa
     assert fit.is_lossless(), str(fit)
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_whole_model_is_no_draft_of_its_own_where_it_has_no_such_layer(kind, tmp_path):
     """Without the layer's tensors the folder holds a model, which may draft for itself or for another target."""
@@ -160,7 +157,6 @@ def test_a_whole_model_is_no_draft_of_its_own_where_it_has_no_such_layer(kind, t
     assert not isinstance(load_draft(tmp_path, target), MtpHead)
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("kind", "name"), [(kind, f"{name}.weight") for kind in KINDS for name in KINDS[kind].names[:4]]
 )

@@ -116,7 +116,6 @@ def near(found, usual):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("method", "size"), [("sequoia", 9), ("dyspec", 6)])
 def test_a_call_is_that_of_pytorch(kind, method, size, target, monkeypatch, tmp_path):
@@ -129,7 +128,6 @@ def test_a_call_is_that_of_pytorch(kind, method, size, target, monkeypatch, tmp_
     assert out.stats.tokens_per_step > 1.05
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["eagle-1", "eagle-3.1", "eagle-3, four tokens", "medusa"])
 def test_a_later_turn_is_that_of_pytorch(kind, target, monkeypatch, tmp_path):
     decoder = SpeculativeDecoder(target, draft_of(kind, target, tmp_path), "sequoia", tree_size=8)
@@ -139,7 +137,6 @@ def test_a_later_turn_is_that_of_pytorch(kind, target, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("kind", ["eagle-1", "eagle-3", "eagle-3, four tokens", "medusa"])
 @torch.inference_mode()
-@pytest.mark.few(1)
 def test_what_calibration_asks_for_is_what_pytorch_says(kind, target, monkeypatch, tmp_path):
     """Texts that count as drafted at depths of their own."""
     forward = forward_of(target, "target")
@@ -151,7 +148,6 @@ def test_what_calibration_asks_for_is_what_pytorch_says(kind, target, monkeypatc
 
 
 @pytest.mark.parametrize("kind", ["eagle-1", "eagle-3.1", "eagle-3, residual normed, biases", "medusa"])
-@pytest.mark.few(1)
 def test_a_call_in_16_bits_is_as_near_as_that_of_pytorch(kind, target, monkeypatch, tmp_path):
     """PyTorch's operations round less often, some of them."""
     narrow = deepcopy(target).bfloat16()
@@ -170,7 +166,6 @@ def test_a_call_in_16_bits_is_as_near_as_that_of_pytorch(kind, target, monkeypat
     assert 0 < errors[0] <= 1.6**2 * errors[1]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["sequoia", "specinfer", "dyspec", "rsd-s", "eagle-2"])
 @pytest.mark.parametrize("kind", ["eagle-1", "eagle-3.1", "eagle-3, four tokens", "medusa"])
 def test_a_recorded_step_does_what_one_does_that_is_not(kind, method, target, monkeypatch, tmp_path):

@@ -56,7 +56,6 @@ def assert_no_text_changes(make, monkeypatch, *arguments, **options):
     return sizes
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("method", [name for name in LOSSLESS_METHODS if name not in ("autoregressive", "dyspec",
                                                                                       "rsd-s", "eagle-2")])  # fmt: skip
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -72,7 +71,6 @@ def test_a_root_alone_gives_the_text_of_a_whole_tree(method, temperature, target
 @pytest.mark.parametrize("draft", [
     Recall(), Retrieval([[7] * 5]), Mixture([Recall(), PromptLookup(4, 3)]), Merge([PromptLookup(3, 2), Recall()]),
 ], ids=["recall", "retrieval", "mixture", "merge"])  # fmt: skip
-@pytest.mark.few(1)
 def test_whatever_finds_nothing_drafts_nothing(draft, target, monkeypatch):
     monkeypatch.setattr(Recall, "learn", lambda *_: None)
     method = "specinfer" if isinstance(draft, Merge) else "sequoia"
@@ -80,7 +78,6 @@ def test_whatever_finds_nothing_drafts_nothing(draft, target, monkeypatch):
 
 
 @pytest.mark.parametrize("verifier", ["traversal", "held", "held_traversal"])
-@pytest.mark.few(1)
 def test_verifiers_of_other_orders_agree(verifier, target, monkeypatch):
     """In a batch a step is the roots alone where none of the sequences finds anything."""
     prompts = PROMPTS + torch.arange(PROMPTS.shape[1]) * 5 % 30
@@ -107,7 +104,6 @@ DRAFTS = {
 
 @pytest.mark.parametrize("name", DRAFTS)
 @pytest.mark.parametrize(("method", "temperature"), [("sequoia", 0.0), ("ersd", 1.0)])
-@pytest.mark.few(1)
 def test_a_draft_that_rested_knows_the_text_written_meanwhile(name, method, temperature, monkeypatch):
     """Of sequences of several lengths, which rest from the first step on, and at times after it."""
     monkeypatch.setattr(Recall, "learn", lambda *_: None)

@@ -109,7 +109,6 @@ def test_a_draft_is_called_in_each_step():
 
 
 @pytest.mark.parametrize("method", ["sequoia", "dyspec", "specinfer"])
-@pytest.mark.few(1)
 def test_the_joint_law_and_the_greedy_text_are_the_targets_with_an_adversarial_draft(method):
     target = tiny_llama(1)
     decoder = SpeculativeDecoder(target, Moody(target), method, tree_size=7)
@@ -117,7 +116,6 @@ def test_the_joint_law_and_the_greedy_text_are_the_targets_with_an_adversarial_d
     assert torch.equal(decoder.generate(PROMPT[None], 20).sequences, transformers_greedy(target, PROMPT[None], 20))
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["specinfer", "spectr"])
 def test_nodes_of_one_text_draft_from_one_law_whatever_the_draft_returns(method):
     """Of two sequences that begin with equal tokens, the second tokens are compared with one distribution."""
@@ -200,7 +198,6 @@ def without(*names, **added):
     (lambda logits: nn.Linear(2, 2), "draft must be a transformers causal language model, got 'Linear'; a module that "
                                      "drafts without a cache inherits heavypath.Draft, too"),
 ])  # fmt: skip
-@pytest.mark.few(3)
 def test_what_a_draft_lacks_is_named_when_a_decoder_is_made(make, message):
     with pytest.raises(TypeError, match=message):
         SpeculativeDecoder(tiny_llama(1), make(random_table(VOCAB)))
@@ -218,7 +215,6 @@ def test_what_a_draft_lacks_is_named_when_a_decoder_is_made(make, message):
     ({"new_cache": lambda self, batch, rows: RowCache(*torch.zeros(2, batch, 1, rows - 1, 1))}, ValueError,
      r"Mine.new_cache\(1, (\d+)\) must return keys and values of one shape \[1, heads, \1, D\]"),
 ])  # fmt: skip
-@pytest.mark.few(3)
 def test_what_a_draft_returns_is_checked_when_it_is_asked(change, error, message):
     decoder = SpeculativeDecoder(tiny_llama(1), without(**change)(random_table(VOCAB)))
     with pytest.raises(error, match=message):

@@ -23,7 +23,6 @@ def pard():
 
 
 @pytest.mark.parametrize("method", ["chain", "sequoia", "dyspec"])
-@pytest.mark.few(1)
 def test_every_node_has_the_law_of_the_text_and_as_many_masks(method, target, pard):
     decoder = SpeculativeDecoder(target, pard, method, tree_size=8)
     nodes = assert_drafts_as_said(decoder, pard, 14, [*PROMPTS, torch.tensor([4])], atol=SMALL_MODEL)

@@ -34,7 +34,6 @@ def step(draft, cache, text, below):
     return torch.stack(found)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_it_knows_what_a_corpus_of_the_last_texts_knows(seed):
     """Texts come between steps, behind whose backs the ranges in the cache change; the oldest texts go."""
@@ -139,6 +138,7 @@ def test_texts_of_one_vocabulary_do_not_draft_for_another():
         SpeculativeDecoder(tiny_llama(0, 9), recall, "chain")
 
 
+@pytest.mark.slow
 def test_on_a_gpu_steps_go_on_in_the_same_memory(as_on_a_gpu):
     """Graphs that were captured before draft what was learned since."""
     target = tiny_llama(1, 60, layers=1, hidden_size=32)

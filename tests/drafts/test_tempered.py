@@ -91,7 +91,6 @@ def test_a_collapse_by_flat_deep_laws_is_cured_by_calibrating(tmp_path, monkeypa
     assert reached[1] == 6 > 2 * reached[0]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("law", "method", "verifier"), [
     ("of depths", "sequoia", "held_traversal"), ("of tokens", "dyspec", "traversal"),
     ("of paths", "chain", "rejection"),
@@ -110,7 +109,6 @@ def test_the_joint_law_of_four_tokens_is_the_targets(law, method, verifier, tmp_
 
 
 @pytest.mark.parametrize("method", ["chain", "sequoia", "dyspec", "rsd-s"])
-@pytest.mark.few(1)
 def test_a_profiles_temperatures_are_those_that_a_head_may_be_given(method, tmp_path):
     """The same text and steps, in a batch and in a service; at temperature 0 the profile changes nothing."""
     target = tiny_llama(0, max_position_embeddings=128)
@@ -135,7 +133,6 @@ def test_a_profiles_temperatures_are_those_that_a_head_may_be_given(method, tmp_
             head.set_temperatures(wrong)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("law", ["of depths", "of paths", "of few tokens"])
 @torch.inference_mode()
 def test_they_are_fitted_by_the_chance_that_a_chain_is_accepted(law, tmp_path, monkeypatch):
@@ -187,7 +184,6 @@ def test_a_depth_takes_what_is_surely_better_than_what_the_depth_above_has():
 
 @pytest.mark.parametrize("kind", ["p-eagle", "medusa", "pard", *LAWS, "model", "eagle-3", "prompt lookup"])
 @torch.inference_mode()
-@pytest.mark.few(3)
 def test_they_are_fitted_for_drafts_of_one_pass_alone_by_the_overlap_of_laws(kind, tmp_path):
     """Above temperature 0. With a target that takes any token alike nothing is sharpened."""
     target = tiny_llama(0, max_position_embeddings=256).double()

@@ -88,7 +88,6 @@ def test_what_is_read_for_a_token_has_its_bytes(size, demo_pair):
 
 
 @pytest.mark.parametrize("method", ["chain", "sequoia", "dyspec"])
-@pytest.mark.few(1)
 def test_every_node_has_the_law_of_the_text_in_the_drafts_tokens(method, target, translated):
     decoder = SpeculativeDecoder(target, translated, method, tree_size=8)
     nodes = assert_drafts_as_said(decoder, translated, 20, [*PROMPTS, *torch.tensor([[6], [0]])], atol=SMALL_MODEL)

@@ -95,7 +95,6 @@ QUANTISERS = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("quantised", QUANTISERS)
 @pytest.mark.parametrize("kind", ["model", "head", "block"])
-@pytest.mark.few(3)
 def test_a_quantised_draft_changes_no_text(kind, quantised):
     target = tiny_llama(1, vocab_size=31, hidden_size=64, intermediate_size=128)
     make = {

@@ -46,7 +46,6 @@ def test_trees_are_verified_in_any_schedule(trees, adversary):
     adversary.met("_walk_kernel")
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("method", DRAFT_AWARE)
 def test_a_row_that_programs_share_is_verified_in_any_schedule(method, adversary):
     options = {"vocab_size": 9_000, "batch": 1, "dtype": torch.bfloat16, "seed": adversary.seed}

@@ -71,7 +71,6 @@ def test_rows_move_by_hand_and_are_read_before_they_are_written(path, moved, imp
 
 
 @IMPLS
-@pytest.mark.few(2)
 def test_accepted_rows_move_behind_the_prefix_and_nothing_else_changes(impl):
     for garbage in (-1, 2**62, -(2**62)):  # after a path
         for _ in range(2 if impl == "triton" else 15):
@@ -104,7 +103,6 @@ LAYOUTS = {
 
 @IMPLS
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.few(4)
 def test_what_lies_around_a_view_is_untouched(layout, impl):
     storage, view = [random_bits(8, 8, 8, 48) for _ in range(2)], LAYOUTS[layout]
     assert_right(storage, drawn(len(view(storage[0])), 5, 4, 3), impl, view)
@@ -120,7 +118,6 @@ def test_layers_and_paths_have_their_own_strides(impl):
 
 @IMPLS
 @pytest.mark.parametrize(("places", "head_dim"), [(300, 5), (2048, 64)])
-@pytest.mark.few(3)
 def test_long_paths(places, head_dim, impl):
     """The longest in two blocks of columns."""
     path = torch.arange(places) + (torch.arange(places) >= 7)  # one node is left out

@@ -11,7 +11,6 @@ IMPLS = pytest.mark.parametrize("impl", ["torch", "triton", NATIVE] if DEVICE ==
 @IMPLS
 @pytest.mark.parametrize("per_sequence", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.few(25)
 def test_a_commit_is_what_it_says(seed, per_sequence, impl):
     Problem(seed, per_sequence=per_sequence).check(impl)
 

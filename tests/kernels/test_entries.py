@@ -50,7 +50,6 @@ def nodes_of(shared):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(("normed", "keeps"), [(True, False), (True, True), (False, False)])
-@pytest.mark.few(4)
 def test_entries_of_nodes_are_their_tokens_and_their_parents_outputs(normed, keeps, shared, impl):
     """A row and a position before the node's own, but not where no token is before the root."""
     table, outputs = numbers(VOCAB, 5), numbers(BATCH, ROWS, 12, seed=1)[..., :7]

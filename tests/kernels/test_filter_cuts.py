@@ -45,7 +45,6 @@ def some_rows(vocab_size: int, dtype: torch.dtype) -> Tensor:
     return rows.to(dtype)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(("vocab_size", "dtype", "filters"), [
     *((37, torch.float16, filters) for filters in FILTERS), (CHUNK.value + 1, torch.bfloat16, FILTERS[7]),
     *(pytest.param(size, dtype, filters, marks=pytest.mark.slow) for filters in FILTERS for size in (2, 3, 999, 9000)
@@ -92,9 +91,9 @@ def test_a_row_without_a_distribution_has_no_cut():
 
 
 def test_rows_may_lie_apart_and_in_several_trees():
-    whole = torch.randn(2, 5, 50).bfloat16().to(DEVICE)
+    whole = torch.randn(2, 2, 50).bfloat16().to(DEVICE)
     filters = Filters(0.9, top_p=0.8)
-    for apart in (whole[:, 1:3, :41], whole[..., ::3], whole.mT[:, :6]):
+    for apart in (whole[:, 1:, :41], whole[..., ::3], whole[:, 0, :40].mT):
         for view, copied in zip(filter_cuts(apart, filters), filter_cuts(apart.contiguous(), filters), strict=True):
             assert torch.equal(view, copied)
 

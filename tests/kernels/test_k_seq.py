@@ -46,7 +46,6 @@ def test_the_search_ends_near_the_least_g():
 
 @pytest.mark.parametrize("impl", ["torch", "auto", "triton"])
 @pytest.mark.parametrize("noise", [0.0, 0.001])
-@pytest.mark.few(2)
 def test_a_draft_that_is_nearly_the_target_is_accepted_always(noise, impl):
     """All children are rejected less than once in 100,000 nodes, by the formulas. With g = K, every third."""
     generator = torch.Generator().manual_seed(0)

@@ -101,7 +101,6 @@ def texts_of_blocks(seed, size):
     return [at_random, far, [5] * (size // 2), [5]]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("seed", "size"), [(0, 2500), (1, 1025), (2, 1024)])
 def test_both_implementations_give_the_same_numbers(seed, size):
     generator = random.Random(seed)

@@ -41,7 +41,6 @@ def check(ours, plain, exact, times=2):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 40), (17, 512), (2, 4097)])
-@pytest.mark.few(8)
 def test_a_norm_behind_a_sum_is_that_of_transformers(rows, columns, dtype):
     hidden, added = torch.randn(2, rows, columns, dtype=torch.float64).to(dtype)
     hidden = 30 * hidden
@@ -108,7 +107,6 @@ def signed(sin):
 
 
 # Batch, nodes, heads, heads of keys, head size.
-@pytest.mark.few(4)
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1, 2), (2, 3, 6, 2, 24), (3, 5, 3, 1, 128)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
@@ -225,7 +223,6 @@ def take_kernels(monkeypatch):
     monkeypatch.setattr("heavypath.speculative.models.linear.library", lambda: None)  # no compiled pass
 
 
-@pytest.mark.few(2)
 @interpreted
 @pytest.mark.parametrize(("name", "dtype"), [
     *((name, torch.float32) for name in BY_KERNELS), ("head norms", torch.float16), ("head norms", torch.bfloat16)
@@ -270,7 +267,6 @@ def on_meta(model, layers):
 
 @interpreted
 @pytest.mark.parametrize("name", BY_KERNELS)
-@pytest.mark.few(3)
 def test_a_layer_is_nine_launches(name, monkeypatch):
     take_kernels(monkeypatch)
     forwards = [on_meta(model_of(name, num_hidden_layers=2, head_dim=24), layers) for layers in ([0], None)]

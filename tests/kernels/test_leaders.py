@@ -28,7 +28,6 @@ def rows_of(kind, count, seed):
     return logits
 
 
-@pytest.mark.few(10)
 @pytest.mark.parametrize("kind", ["usual", "flat", "rising", "few", "far"])
 @pytest.mark.parametrize("k", [1, 2, 70])
 @pytest.mark.parametrize("temperature", [0.6, 3.0])
@@ -77,7 +76,6 @@ def test_a_seed_of_numpy_is_its_number(seed):
     assert same(found, expected)
 
 
-@pytest.mark.few(7)
 @pytest.mark.parametrize("kind", ["usual", "flat", "rising", "few", "far"])
 @pytest.mark.parametrize("method", ["without_replacement", "held_traversal", "race", "target_sample"])
 def test_the_token_after_a_walk_is_that_of_all_the_noise(kind, method):

@@ -110,7 +110,6 @@ def test_nodes_of_one_text_are_told_by_the_first_of_them(impl):
 
 @pytest.mark.parametrize("impl", ["triton", NATIVE])
 @pytest.mark.parametrize("case", range(6))
-@pytest.mark.few(5)
 def test_nodes_are_placed_and_fed_as_by_the_references(case, impl):
     generator = torch.Generator().manual_seed(case)
 

@@ -86,7 +86,6 @@ def levels_of(draft, text, lengths, seed, *, is_plain):
     return [*found, cache.keys, cache.values]
 
 
-@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("draft_of", [lookup_draft, retrieval_draft, recall_draft])
 def test_what_is_found_is_what_the_plain_form_finds(draft_of, kind):
@@ -133,7 +132,6 @@ def test_a_text_read_in_pieces_leaves_the_rows_of_one_read_at_once(draft_of):
     Mixture([Recall(64, max_ngram=3), PromptLookup()]), Cascade([Recall(64, max_ngram=3), PromptLookup()], [1, 2]),
 ], ids=["lookup", "retrieval", "recall", "mixture", "cascade"])  # fmt: skip
 @pytest.mark.parametrize(("method", "temperature"), [("sequoia", 0.0), ("ersd", 0.9), ("dyspec", 0.9)])
-@pytest.mark.few(2)
 def test_steps_are_recorded(draft, method, temperature, monkeypatch):
     decoder = SpeculativeDecoder(tiny_llama(1), draft, method, tree_size=6)
     prompts = [torch.tensor([3, 1, 4, 1, 5, 3, 1])]

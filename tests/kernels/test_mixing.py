@@ -38,7 +38,6 @@ def parts_of(vocab, dtype=torch.float32, seed=0):
     return [model.to(dtype), lookup.to(dtype), wide.to(dtype)[:, ::2]]
 
 
-@pytest.mark.few(20)
 @IMPLS
 @pytest.mark.parametrize("vocab", [1, 5, 1000, 9001])
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (1,), (1, 1)])

@@ -101,7 +101,6 @@ def both(forward, *arguments, **options):
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "yarn" not in name])
 @torch.inference_mode()
-@pytest.mark.few(5)
 def test_a_pass_is_that_of_pytorch(name):
     forward = LlamaForward(model_of(name))
     assert forward._native is not None

@@ -88,7 +88,6 @@ def test_it_is_compiled_once_and_found_again(cache, caplog):
 
 @pytest.mark.parametrize("how", [0o1777, 0o775, 0o720, "link", "owner"])
 @pytest.mark.parametrize("what", ["folder", "file"])
-@pytest.mark.few(6)
 def test_what_somebody_else_could_write_is_not_loaded(what, how, cache, planted, monkeypatch, caplog):
     """A file is compiled anew in its place; into a folder nothing is put."""
     code, mark = planted

@@ -23,7 +23,6 @@ FILTERS = [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 20, "top_
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 7, 8, 9, 33, 100, 1003])
-@pytest.mark.few(3)
 def test_draws_are_those_of_the_reference(vocab):
     logits, rows = torch.randn(5, vocab) * 3, torch.arange(5) * 12345678901
     if vocab > 8:
@@ -44,7 +43,6 @@ def test_top_k_in_a_tensor_of_any_integers_is_the_same_as_its_number(dtype):
     assert (drawn.tokens[:, 5:] == -1).all()
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("method", VERIFICATION_METHODS)
 def test_what_is_accepted_is_what_the_reference_accepts(method):
     for seed in range(60):
@@ -150,7 +148,6 @@ def test_a_recording_replays_operations_of_pytorch_into_the_same_results(name):
     assert result.equal(REPLAYED[name](x, places, mask))
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("method", ["autoregressive", "specinfer", "sequoia", "ersd", "dyspec", "rsd-s", "eagle-2"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_recorded_steps_do_what_others_do(method, temperature, monkeypatch):

@@ -49,7 +49,6 @@ def passes(monkeypatch, interpreter):
       for top_p in (1e-6, 0.5, 0.95, 1 - 2**-12) for dtype in (torch.float32, torch.bfloat16)),
     *(pytest.param(9_008, 4, 0.9, dtype, False, marks=pytest.mark.slow) for dtype in (torch.float32, torch.bfloat16)),
 ], ids=str)  # fmt: skip
-@pytest.mark.few(2)
 def test_the_tokens_are_those_that_are_drawn_with_the_cut(vocab_size, k, top_p, dtype, fill):
     tokens, expected = drawn(likely_rows(3, vocab_size, dtype), k, top_p, fill=fill)
     assert torch.equal(tokens, expected)
@@ -91,7 +90,6 @@ def test_rows_in_several_chunks_are_drawn_from_in_any_schedule(adversary):
 @pytest.mark.parametrize(("filters", "vocab_size"), [
     (Filters(0.0, top_p=0.5), 16), (Filters(0.7, 3, 0.9, 0.01), 16), (Filters(top_p=0.5), 9)
 ])  # fmt: skip
-@pytest.mark.few(2)
 def test_other_filters_and_rows_out_of_line_are_drawn_from_with_cuts(filters, vocab_size):
     logits = torch.randn(1, vocab_size).to(DEVICE)
     options = {"noise": Noise(1, None), "stream": Stream.TARGET}

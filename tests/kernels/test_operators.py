@@ -180,14 +180,12 @@ TOLD = {
 }
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", TOLD)
 def test_pytorch_is_told_the_truth_about_operators(name):
     call, operator = there(TOLD[name]), OPERATORS[name.split()[0]]
     torch.library.opcheck(operator.overload, tuple(operator.leaves(call.given, call.named)))
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_compiled_whole_graph_does_the_same(name):
     torch.compiler.reset()
@@ -250,7 +248,6 @@ def default(request):
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.few(12)
 @pytest.mark.parametrize("impl", ["auto", "triton"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_default_type_of_torch_changes_no_bit(name, impl, default):
@@ -273,7 +270,6 @@ def turned(tensor):
     return tensor.permute(*axes).contiguous().permute(*axes)
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("impl", ["auto", "triton"])
 @pytest.mark.parametrize("name", CASES)
 def test_tensors_of_other_strides_give_the_same_or_are_refused(name, impl):

@@ -68,7 +68,6 @@ MANY = ordering.MAX_NODES
     *(("triton", shape, (1, 33)) for shape in SHAPES), ("triton", "random", (32, 300)),
     pytest.param("triton", "random", (MANY,), marks=pytest.mark.slow),
 ])  # fmt: skip
-@pytest.mark.few(2)
 def test_it_is_what_the_host_does(shape, impl, sizes):
     for nodes in sizes:
         parents = parents_of(shape, nodes)

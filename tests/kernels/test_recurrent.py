@@ -90,7 +90,6 @@ def test_no_node_has_a_state_of_its_own(kind):
     assert most_memory() - before < nodes * state.nbytes / 4
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("passes", [1, 4])
 @pytest.mark.parametrize("strength", [0.1, 5.0, 100.0])
 @pytest.mark.parametrize("kind", RULES)
@@ -213,7 +212,6 @@ def projections(dtype: torch.dtype, batch: int, nodes: int, heads: int):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.few(2)
 def test_gates_of_a_tree_are_made_of_projections_as_by_transformers(dtype):
     """In one launch, with what they sum up to along each path; strengths in 16 bits are equal to the bit."""
     torch.manual_seed(9)
@@ -287,7 +285,6 @@ def agree(
     assert torch.equal(own[1].cpu(), state[1])
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", RULES)
 def test_kernels_give_what_the_references_give(kind, dtype):

@@ -24,7 +24,6 @@ def drawn_by(impl, logits, k, **options):
 @pytest.mark.parametrize(("filters", "k"), [
     (Filters(), 3), (Filters(0.5), 3), (Filters(1.5, top_k=3), 3), (Filters(top_p=0.8), 2), (Filters(top_p=0.8), 3)
 ])  # fmt: skip
-@pytest.mark.few(3)
 def test_ordered_draws_without_replacement_have_the_sequential_law(filters, k):
     logits = torch.tensor([1.0, 0.2, -0.5, 2.0, -1.5])
     drawn = gumbel_topk(logits.expand(ROWS, 5), k, **filters._asdict(), seed=4)
@@ -124,7 +123,6 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize(("vocab_size", "k", "dtype", "options"), [
     (1, 1, torch.float32, {}),
     *((6, 8, torch.float32, options) for options in OPTIONS),
@@ -143,7 +141,6 @@ def test_the_kernel_draws_what_the_reference_draws(vocab_size, k, dtype, options
 @pytest.mark.parametrize(("count", "vocab_size", "options"), [
     (2, 17_000, {}), (1, 9_000, {"replacement": True}), (1, 9_000, {"top_k": 50}),  # in three chunks, or two
 ])  # fmt: skip
-@pytest.mark.few(2)
 def test_rows_of_several_chunks_are_drawn_from_in_any_schedule(count, vocab_size, options, adversary):
     logits = 3 * torch.randn(count, vocab_size).bfloat16().to(DEVICE)
     options = {"seed": adversary.seed, "rows": torch.arange(count, device=DEVICE)} | options
@@ -164,7 +161,6 @@ def test_a_seed_in_memory_draws_what_its_number_draws(seed):
         assert all(map(torch.equal, *beams))
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("seed", [np.int8(-3), np.int32(7), np.int64(2**40), np.uint64(2**64 - 1)], ids=repr)
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_a_seed_of_numpy_draws_and_verifies_as_its_number(seed, impl):
@@ -180,7 +176,6 @@ def test_a_seed_of_numpy_draws_and_verifies_as_its_number(seed, impl):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0, 1e-30, 1e-42])
 @pytest.mark.parametrize("k", [1, *(pytest.param(k, marks=pytest.mark.slow) for k in (5, 60))])
-@pytest.mark.few(3)
 def test_the_kernel_has_the_references_edges(k, temperature):
     lowest, token = torch.finfo(torch.float32).min, torch.arange(50)
     logits = torch.stack([

@@ -42,7 +42,6 @@ def logits_with_ties(vocab_size, sequences, nodes=2):
 
 @IMPLS
 @pytest.mark.parametrize("vocab_size", [1, 7, 4097])
-@pytest.mark.few(2)
 def test_scores_are_to_the_bit_those_of_each_sequences_own_filters(impl, vocab_size):
     filters_of, settings = of_sequences(impl)
     logits = logits_with_ties(vocab_size, len(filters_of), nodes=1 if vocab_size > 1000 else 2)
@@ -57,7 +56,6 @@ def test_scores_are_to_the_bit_those_of_each_sequences_own_filters(impl, vocab_s
 
 
 @IMPLS
-@pytest.mark.few(2)
 def test_rows_apart_and_rows_that_are_no_distributions(impl):
     settings = of_sequences(impl)[1][[0, -1]]
     logits = logits_with_ties(33, len(settings), nodes=3)

@@ -156,7 +156,6 @@ def check_case(impl, case):
             check_assembled(impl, slots, roots, level, nodes, trims)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("case", [
     *range(len(POLICIES)), *(pytest.param(case, marks=pytest.mark.slow) for case in range(len(POLICIES), 220))
 ])  # fmt: skip
@@ -173,7 +172,6 @@ def test_a_beam_that_is_wider_than_all_that_can_be_drawn_has_each_child_once(imp
             assert len(children) == len({*children})
 
 
-@pytest.mark.few(2)
 @needs_compiler
 @pytest.mark.parametrize("policy", range(len(POLICIES)))
 def test_compiled_code_grows_and_assembles_the_references_trees(policy):
@@ -255,7 +253,6 @@ def test_slots_with_gaps_are_refused(impl):
 
 @pytest.mark.parametrize(("policy", "shape"), [(1, (1, 4, 3, 9)), (4, (3, 6, 2, 4)), (9, (2, 3, 3, 5)),
                                                (1, (1, 66, 1, 70))])  # fmt: skip
-@pytest.mark.few(2)
 def test_trees_grow_right_in_any_schedule(policy, shape, adversary):
     slots, roots, level = grown("triton", adversary.seed, policy, "normal", shape)
     check_assembled("triton", slots, roots, level, level.end // 2 + 1)

@@ -78,7 +78,6 @@ def test_units_by_hand(impl):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size", "width"), [(1, 1), (40, 70), (130, 3)])
-@pytest.mark.few(4)
 def test_units_are_rounded_where_pytorch_rounds(size, width, dtype):
     """Of states that are part of a wider tensor, in rows of a field that is, too; large numbers saturate."""
     batch, count = 2, 3
@@ -111,7 +110,6 @@ def test_a_message_by_hand(impl):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size", "few"), [(1, 1), (40, 3), (130, 5)])
-@pytest.mark.few(4)
 def test_messages_and_their_logits_are_those_of_pytorch(size, few, dtype):
     """What a pass keeps is fp32, and part of a wider tensor; large gates saturate; each sequence has its own tokens."""
     batch, count, vocab = 2, 3, 9

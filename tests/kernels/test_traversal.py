@@ -45,7 +45,6 @@ def test_on_a_chain_it_is_block_verification(verifier):
         assert accepted == block_verification([*target], [*draft], tokens)
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("replacement", [False, True])
 @pytest.mark.parametrize("name", GROWTHS)
 def test_no_fewer_tokens_are_accepted_than_by_rejection(name, replacement):

@@ -98,7 +98,6 @@ def test_random_problems(impl, count):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @given(problem=problems())
 @settings(RANDOMISED, max_examples=4)
-@pytest.mark.few(2)
 def test_low_precision_errs_at_most_twice_as_much_as_pytorchs_own(impl, dtype, problem):
     problem |= {"softcap": None, "window": None, "padded": False, "each": False}
     problem["lengths"] = problem["lengths"][:1] * problem["batch"]
@@ -130,7 +129,6 @@ LARGE = {
 }
 
 
-@pytest.mark.few(2)
 @IMPLS
 @pytest.mark.parametrize("border", [*BORDERS, *(pytest.param(name, marks=slow) for name in LARGE)])
 def test_blocks_are_masked_at_their_borders(border, impl):
@@ -168,7 +166,6 @@ def test_results_of_the_kernel_do_not_depend_on_the_rest_of_the_batch():
 
 @IMPLS
 @pytest.mark.parametrize("window", [None, 1, 3, 66])
-@pytest.mark.few(3)
 def test_the_last_nodes_of_a_growing_tree_ask(impl, window):
     """And the last row of the prefix, which sees none of the tree; a draft is given it again together with the root."""
     lengths, padding = [60, 65, 2], torch.tensor([5, 63, 0], device=DEVICE)
@@ -302,7 +299,6 @@ def test_a_chain_is_a_tree_that_no_tensor_describes(impl, options):
 
 @pytest.mark.parametrize("nodes", [1, 33, 64, 300])
 @pytest.mark.parametrize("window", [None, 3, 40])
-@pytest.mark.few(8)
 def test_the_kernel_packs_ancestors_as_pytorch_does(nodes, window):
     mask = torch.randn(2, 3, nodes) > 0
     mask[0, 0], mask[0, 1] = False, True

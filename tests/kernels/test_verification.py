@@ -34,7 +34,6 @@ def check(method, replacement, language, growth, fill=False, sources=(), **optio
     return check_decisions(verifier, language, trees, method=method, replacement=replacement, **options)
 
 
-@pytest.mark.few(12)
 @each_rule
 @pytest.mark.parametrize("name", GROWTHS)
 def test_every_walk_ends_where_the_oracle_says(name, method, replacement):
@@ -50,7 +49,6 @@ def test_every_walk_in_every_tree_of_five_nodes_ends_where_the_oracle_says(metho
         check(method, replacement, Language(3, seed, 0.1), static([-1, *parents]))
 
 
-@pytest.mark.few(4)
 @each_rule
 def test_larger_vocabularies_shallow_walks_and_trees_that_grow(method, replacement):
     assert check(method, replacement, Language(5, 1, 0.2), static([-1, 0, 0, 0])) > 10
@@ -66,7 +64,6 @@ ONE_FILTER = [
 ]  # fmt: skip
 
 
-@pytest.mark.few(7)
 @pytest.mark.parametrize(("method", "replacement", "target", "draft"), [
     *((*rule, *EVERY_FILTER) for rule in RULES), *(("without_replacement", False, *filters) for filters in ONE_FILTER),
     *(("kseq", True, PLAIN, draft) for draft in (Filters(0.5), Filters(top_k=1))),  # which asks for all of Q

@@ -23,7 +23,6 @@ def some(*default):
     return pytest.mark.parametrize("method", methods)
 
 
-@pytest.mark.few(9)
 @pytest.mark.parametrize("method", VERIFICATION_METHODS)
 @pytest.mark.parametrize(
     "tree", ["sequences", "ranks", *(pytest.param(n, marks=SLOW) for n in ("root", "3-ary", "4, 2"))]
@@ -48,7 +47,6 @@ def test_point_masses_and_drafts_that_are_used_up_agree(method):
             assert Problem(TREES["3-ary"], method, PLAIN, drafted, batch=1, vocab_size=4, noise=3.0, seed=seed).agrees()
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("drafted", [PLAIN, Filters(0.0)], ids=["drawn", "point masses"])
 @pytest.mark.parametrize("method", ["without_replacement", "held", "traversal", "held_traversal"])
 def test_a_token_of_several_distinct_siblings_counts_once(method, drafted):
@@ -115,7 +113,6 @@ def test_rows_without_a_distribution_are_flagged_by_the_kernels(method):
     assert verified.length[1:].tolist() == [0] * 3
 
 
-@pytest.mark.few(6)
 @pytest.mark.parametrize("side", ["target", "draft"])
 @pytest.mark.parametrize("method", DRAFT_AWARE)
 def test_a_row_whose_only_nan_is_a_childs_is_flagged_by_the_kernels(method, side):

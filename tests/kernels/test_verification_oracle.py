@@ -24,7 +24,6 @@ RULES = {name: getattr(oracle, name) for name in ("rejection", "held", "traversa
 DISTINCT = [name for name in RULES if name != "k_seq"]  # which K-SEQ does not take
 
 
-@pytest.mark.few(9)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", GROWTHS)
 def test_each_rule_emits_the_targets_law_exactly(name, rule):
@@ -35,7 +34,6 @@ def test_each_rule_emits_the_targets_law_exactly(name, rule):
             assert keeps_the_law(RULES[rule], language, GROWTHS[name], 4, fill=fill)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("rule", RULES)
 def test_two_steps_emit_the_targets_law_exactly(rule):
     for vocab_size, shape in ((3, [-1, 0, 0, 2]), (4, [-1, 0, 0])):

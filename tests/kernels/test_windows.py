@@ -61,7 +61,6 @@ def greedy(model, **changes):
     *(pytest.param(kind, method, None, marks=slow)  # None: transformers' choice, since not all families have sdpa
       for kind in FAMILIES for method in ("sequoia", "dyspec", "specinfer")),
 ])  # fmt: skip
-@pytest.mark.few(2)
 def test_greedy_text_of_three_windows_is_that_of_transformers_generate(kind, method, attention):
     model, unlike = windowed(kind), tiny_llama(5, vocab_size=61)
     expected = greedy(model)
@@ -76,7 +75,6 @@ def test_greedy_text_of_three_windows_is_that_of_transformers_generate(kind, met
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
 @pytest.mark.parametrize("window", [2, 3])
-@pytest.mark.few(2)
 def test_a_window_may_be_smaller_than_the_tree_is_deep(kind, window):
     model = windowed(kind, window)
     expected = greedy(model)
@@ -88,7 +86,6 @@ def test_a_window_may_be_smaller_than_the_tree_is_deep(kind, window):
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "mistral", "mixtral"])
 @pytest.mark.parametrize("window", [2, 8, 4096])
-@pytest.mark.few(6)
 def test_a_window_that_is_one_off_is_found_out(kind, window):
     model = tiny(kind, **FAMILIES[kind], sliding_window=window, max_position_embeddings=8192)
     forward = forward_of(model, "target")

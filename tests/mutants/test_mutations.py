@@ -5,6 +5,7 @@ for the recovered token, the recovered token drawn from the target instead of th
 order. `make mutants` puts in many more, which the tests of each kernel and of the step are to find.
 """
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -91,6 +92,7 @@ BUGS = {  # what is put where; and another pair, number of tokens, or options of
 }  # fmt: skip
 
 
+@pytest.mark.budget(math.inf)
 @pytest.mark.parametrize("bug", [None, *BUGS])
 def test_a_bug_is_found(bug, monkeypatch):
     place, wrong, options = BUGS.get(bug, ("", None, {}))

@@ -24,7 +24,6 @@ def copied(demo_pair):
     return target, draft, tokenizer(6 * LINE, return_tensors="pt").input_ids
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(("method", "temperature"), [("sequoia", 0.0), ("ersd", 0.3), ("dyspec", 0.0)])
 def test_a_copy_takes_fewer_steps_and_the_text_stays(method, temperature, copied, monkeypatch):
     target, _, prompt = copied
@@ -122,6 +121,7 @@ def test_it_is_the_same_where_the_host_sees_a_step_while_the_next_one_runs():
     assert [each.tree for each in launched[2:]] == [COPYING] * 4 + [USUAL] * 2 + [COPYING]
 
 
+@pytest.mark.slow
 def test_a_copy_takes_fewer_steps_where_steps_are_graphs(as_on_a_gpu, monkeypatch):
     target = tiny_llama(10, layers=1, hidden_size=32)
     prompt = torch.full((1, 8), 4)  # its greedy text goes on so

@@ -154,7 +154,6 @@ def test_a_pipeline_writes_through_the_decoder(demo_pair):
     [TopPLogitsWarper(0.3, min_tokens_to_keep=2)],
     [TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)],
 ], ids=lambda each: " ".join(type(one).__name__ for one in each))  # fmt: skip
-@pytest.mark.few(3)
 def test_a_setting_that_differs_from_the_decoders_own_is_a_processor(processors, decoder):
     """Another place in the order, a part of the prompt, another end of sequence, ..."""
     settings = {"max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": EOS, "output_scores": True}
@@ -206,7 +205,6 @@ def test_other_models_and_inputs_than_the_targets_are_refused(decoder):
 @pytest.mark.parametrize(("error", "which"), [
     (KeyboardInterrupt, 0), (torch.OutOfMemoryError, 1), (KeyboardInterrupt, "compiled"),
 ])  # fmt: skip
-@pytest.mark.few(1)
 def test_decoding_goes_on_after_it_was_broken_off(error, which, tiny_pair, monkeypatch):
     """Within a model's layer, or within a recorded step."""
     if which == "compiled" and library() is None:

@@ -77,7 +77,6 @@ def test_what_sampling_alone_gives_is_the_mean_over_all_samples():
     assert expected_total_variation(law, 4) == pytest.approx(mean)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("sequences", [2_000, 20_000])
 def test_the_detectable_departure_is_found_99_times_of_100(sequences):
     """For the law at that total variation that moves chi-square least; and one of half of it is often missed."""

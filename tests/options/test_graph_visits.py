@@ -49,6 +49,7 @@ def test_a_level_costs_what_deeper_trees_of_as_many_nodes_take_longer(levels):
     assert len(visits.decoded) > 2 * len(trees), "each is decoded once more at first"
 
 
+@pytest.mark.slow
 def test_one_decoder_visits_all_trees_by_graphs(as_on_a_gpu, monkeypatch):
     as_on_a_gpu()
     monkeypatch.setattr("heavypath.speculative.visits._clock_of_gpu", time.perf_counter)

@@ -224,7 +224,6 @@ FILES = {
 }
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("how_many", [FEW, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("file", FILES.values(), ids=FILES)
 def test_a_file_with_any_one_value_another_works_or_is_refused_with_its_name(

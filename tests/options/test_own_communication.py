@@ -53,7 +53,6 @@ def split_decoder(target, draft, communication, **options):
     return SpeculativeDecoder(part, deepcopy(draft), tree_size=5, communication=communication, **options)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [2, 3])
 def test_all_ranks_write_the_text_of_one_process(count):
     target, draft = tiny_llama(1), tiny_llama(2, layers=1)

@@ -141,7 +141,6 @@ def test_expected_tokens_are_the_sum_over_paths(acceptance):
 
 
 @pytest.mark.parametrize("max_depth", [None, 0, 1, 2, 3, 6])
-@pytest.mark.few(1)
 def test_planned_trees_are_the_best_of_all_trees(max_depth):
     for acceptance, size in product(FALLING.values(), SIZES):
         check_best(greedy_tree, acceptance, size, max_depth=max_depth)
@@ -243,7 +242,6 @@ def check_fastest(acceptance, draft_cost: float, max_depth: int | None) -> None:
 
 @pytest.mark.parametrize("max_depth", [None, 0, 1, 3])
 @pytest.mark.parametrize("draft_cost", [0, 0.02, 0.3])
-@pytest.mark.few(1)
 def test_the_selected_tree_is_the_fastest_of_all(draft_cost, max_depth):
     for acceptance in (*FALLING.values(), *RISING.values(), by_markov):
         check_fastest(acceptance, draft_cost, max_depth)
@@ -273,7 +271,6 @@ def test_selection_among_all_sizes_takes_as_many_steps_for_each_of_256_as_of_64(
 LONG = 0.75 ** torch.arange(32) * 0.249
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("acceptance", "max_depth"), [
     pytest.param(LONG, None, id="falls"),
     pytest.param(LONG.flip(0), 18, id="rises"),
@@ -293,7 +290,6 @@ def test_each_of_768_nodes_takes_as_many_steps_as_each_of_192(acceptance, max_de
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 12, 64, 200])
 @pytest.mark.parametrize("acceptance", [[0.7], [0.5, 0.1, 0.1, 0.05]])
-@pytest.mark.few(8)
 def test_the_methods_trees_have_at_most_the_size_asked_for(size, acceptance):
     for name, method in METHODS.items():
         given = {"acceptance": acceptance} if "acceptance" in method.options else {}

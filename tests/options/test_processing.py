@@ -104,14 +104,12 @@ def test_what_is_not_asked_for_is_not_done(tiny_pair, monkeypatch):
     ({"stopping_criteria": [lambda ids, scores: None]}, "a stopping criterion must return .* got None"),
     ({"input_ids": torch.tensor([[1], [2]]), "stopping_criteria": [Watching(0, 1)]}, "pad_token_id or eos_token_id"),
 ])  # fmt: skip
-@pytest.mark.few(5)
 def test_controls_that_cannot_be_met_are_refused(options, message, tiny_pair):
     with pytest.raises((ValueError, TypeError), match=message):
         SpeculativeDecoder(*tiny_pair).generate(**{"input_ids": torch.tensor([[1, 2]]), "max_new_tokens": 4} | options)
 
 
 @pytest.mark.parametrize("strings", [["\n\n"], ["def", "class"], "):"], ids=str)
-@pytest.mark.few(1)
 def test_a_vocabulary_is_read_once_for_the_same_stop_strings(strings, demo_pair, monkeypatch):
     """By the next texts, and by requests of a service; not where the tokenizer has become another one."""
     target, draft, tokenizer = demo_pair
@@ -131,7 +129,6 @@ def test_a_vocabulary_is_read_once_for_the_same_stop_strings(strings, demo_pair,
     assert len(read) == 2
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("context", [1, 2])
 def test_the_table_of_a_watermark_is_drawn_once(context, tiny_pair, monkeypatch):
     drawn, made = [], WatermarkLogitsProcessor.__init__

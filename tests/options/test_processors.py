@@ -45,7 +45,6 @@ TOLD = {
 
 
 @pytest.mark.parametrize("kind", TOLD)
-@pytest.mark.few(3)
 def test_drafts_are_told_of_processors(kind):
     """Of a draft that is the target itself nothing is refused; the bias is so strong that it would be otherwise."""
     target = tiny_llama(1, layers=3 if kind == "early exit" else 2)
@@ -131,7 +130,6 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_settings_that_are_processors_are_those_of_transformers(settings, tiny_pair, monkeypatch):
     target = tiny_pair[0]
@@ -144,7 +142,6 @@ def test_settings_that_are_processors_are_those_of_transformers(settings, tiny_p
     assert torch.equal(decoder.generate(IDS, 18).sequences, expected)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["rsd-s", "ersd", "chain", "dyspec"])
 @pytest.mark.parametrize("least", [{}, {"min_new_tokens": 9}, {"min_length": 20}], ids=str)
 def test_a_growing_wish_to_end_is_that_of_transformers_in_every_call(least, method, tiny_pair, monkeypatch):
@@ -174,7 +171,6 @@ DOUBLED = {
 
 
 @pytest.mark.parametrize("name", DOUBLED)
-@pytest.mark.few(3)
 def test_a_users_processor_takes_the_place_of_a_settings_of_its_class(name, tiny_pair, monkeypatch):
     target = tiny_pair[0]
     settings, own = DOUBLED[name]
@@ -197,7 +193,6 @@ WARPED = [
 ]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("settings", WARPED, ids=str)
 def test_sampled_text_under_all_warpers_has_transformers_law(settings, tiny_pair, monkeypatch):
     """Given to transformers' generate and found in the model's generation_config by turns."""
@@ -342,7 +337,6 @@ def test_texts_on_a_gpu_are_those_on_a_cpu(tiny_pair):
     assert texts[:2] == texts[2:]
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("method", ["sequoia", "dyspec", "rsd-s", "specinfer"])
 @pytest.mark.parametrize("draft", [PromptLookup, Recall, Lookahead])
 def test_no_processor_is_shown_a_row_without_any_token(draft, method, tiny_pair):

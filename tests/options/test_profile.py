@@ -53,7 +53,6 @@ def counted_by(texts, depth, children):
     return accepted, reached
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_acceptance_on_a_walk_is_that_of_the_law(way):
     """Where no law depends on the text, every depth has the same acceptance, known for the first child or for all."""
@@ -91,7 +90,6 @@ def test_acceptance_on_a_walk_is_that_of_the_law(way):
     assert verification != "kseq" or float(accepted.sum() / reached.sum()) > float(torch.minimum(p, q).sum())
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("method", "tree"), [
     ("specinfer", TokenTree.independent(3, 3)), ("spectr", TokenTree.independent(3, 3)),
     ("naive-distinct", TokenTree.k_ary(3, 2)),
@@ -114,7 +112,6 @@ def test_drafts_are_accepted_as_often_as_in_decoding(method, tree):
     assert stats.tokens_per_step == pytest.approx(expected, abs=0.06 + 5 * 1.2 / stats.steps**0.5)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("draft", [None, PromptLookup()], ids=["model", "prompt lookup"])
 def test_a_calibration_is_of_use_to_the_decoder(draft, tmp_path, any_noise):
     target = tiny_llama(1, max_position_embeddings=128)

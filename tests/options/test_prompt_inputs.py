@@ -134,7 +134,6 @@ def text_model(model):
     return draft
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "method"), [
     ("gemma3", "sequoia"), ("qwen2_5_vl", "dyspec"), ("llava", "chain"), ("qwen3_vl", "sequoia"),
     ("voxtral", "sequoia"),
@@ -160,7 +159,6 @@ def test_positions_go_on_far_behind_a_video(model_of):
     assert torch.equal(decoder.generate(**apart(filmed()), **OURS, max_new_tokens=12).sequences, expected)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
 def test_a_seeds_text_is_that_of_plain_decoding(kind, model_of):
     model = model_of(kind)
@@ -184,7 +182,6 @@ def test_each_sequence_keeps_its_positions_when_the_batch_closes_up(model_of):
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "voxtral"])
-@pytest.mark.few(1)
 def test_a_text_goes_on_behind_the_images_of_its_past(kind, model_of):
     model, prompts = model_of(kind), shown(kind, batch=2)
     decoder = SpeculativeDecoder(model, text_model(model), "sequoia", tree_size=6)

@@ -90,7 +90,6 @@ def test_the_shape_of_most_speed_is_drafted_and_counts_fade():
 
 
 @pytest.mark.parametrize("method", ["sequoia", "dyspec", "specinfer"])
-@pytest.mark.few(1)
 def test_fewer_steps_are_taken_where_more_is_accepted_than_the_profile_says(method):
     """The draft is the target, which the profile does not know of: larger trees than planned pay."""
     target, prompt = tiny_llama(1), torch.tensor([[3, 1, 4, 1, 5]])

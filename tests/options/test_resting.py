@@ -32,7 +32,6 @@ def sizes_of(stats):
 
 
 @pytest.mark.parametrize(("method", "temperature"), [("sequoia", 0.0), ("dyspec", 0.0), ("ersd", 0.8)])
-@pytest.mark.few(1)
 def test_a_draft_that_knows_nothing_rests_and_the_text_stays(method, temperature, pairs, caplog):
     target, drafts, prompt = pairs
     options = {"max_new_tokens": 60, "temperature": temperature, "eos_token_id": None, "seed": 3}
@@ -74,7 +73,6 @@ def test_a_draft_as_large_as_its_target_has_no_cache_and_reads_nothing(pairs):
 
 
 @pytest.mark.parametrize("method", ["sequoia", "dyspec", "specinfer"])
-@pytest.mark.few(1)
 def test_a_sampled_batch_that_drafts_do_not_pay_for_is_decoded_without(method, pairs):
     target, drafts, prompt = pairs
     decoder = SpeculativeDecoder(target, drafts["good"], method)

@@ -218,7 +218,6 @@ class Once:
         return scores
 
 
-@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", SEEN | UNSEEN)
 def test_a_token_that_is_forced_once_is_forced_where_transformers_does(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -217,7 +217,6 @@ DRAFTS = {
 METHODS = ["sequoia", "dyspec", "ersd", "specinfer", "rsd-s", "eagle-2", "autoregressive"]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", DRAFTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_text_is_that_of_transformers_wherever_state_is_kept(kind, name):
@@ -296,7 +295,6 @@ def promised(notes):
 
 
 @pytest.mark.parametrize("kind", STATELESS)
-@pytest.mark.few(1)
 def test_what_depends_on_no_call_keeps_its_trees(kind, monkeypatch):
     target, looked = tiny_llama(1), []
     made = KeptState.__init__
@@ -307,7 +305,6 @@ def test_what_depends_on_no_call_keeps_its_trees(kind, monkeypatch):
     assert bool(looked) == (kind in ("function", "prepared", "once"))
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["sequoia", "specinfer", "dyspec", "rsd-s", "spectr", "ersd"])
 def test_sampled_text_has_the_law_of_the_processed_target(method):
     """Each sequence of the batch has a state of its own, though the object is one."""
@@ -320,7 +317,6 @@ def test_sampled_text_has_the_law_of_the_processed_target(method):
 
 
 @pytest.mark.parametrize("kind", ["attribute", "late", "closure", "buffer", "slots"])
-@pytest.mark.few(1)
 def test_sequences_of_a_batch_have_each_their_own_state(kind):
     """As if each had an object of its own; the same for requests of a service that share one."""
     target, prompts = tiny_llama(1), torch.tensor([[1, 2, 1, 2, 1], [3, 4, 5, 6, 2], [6, 1, 1, 2, 5]])
@@ -341,7 +337,6 @@ def test_sequences_of_a_batch_have_each_their_own_state(kind):
 
 
 @pytest.mark.parametrize("kind", ["iterator", "numbers of NumPy"])
-@pytest.mark.few(1)
 def test_what_cannot_be_seen_is_refused_for_several_texts_at_a_time(kind):
     target = tiny_llama(1)
     with pytest.raises(ValueError, match=r"given for several seq.* cannot be read.*Give each sequence an object"):
@@ -383,7 +378,6 @@ class StopsAt(StoppingCriteria):
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("calls", [3, 8, 12])
-@pytest.mark.few(1)
 def test_criteria_that_count_their_calls_end_each_text_where_transformers_does(calls, batch):
     target, ids = tiny_llama(1), IDS.expand(batch, -1)
     usual = USUAL | {"attention_mask": torch.ones_like(ids)}

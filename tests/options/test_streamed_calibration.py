@@ -132,6 +132,7 @@ def test_a_profile_of_another_memory_is_refused(demo_pair, slow):
             SpeculativeDecoder(target, demo_pair[1], "top-k", profile=profile)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("any_noise")
 def test_the_command_calibrates_within_a_memory_and_generate_takes_the_profile(
     folder, demo_pair, tmp_path, monkeypatch, capsys

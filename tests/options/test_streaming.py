@@ -242,7 +242,6 @@ def test_sizes_of_memory_have_units():
 
 
 @pytest.mark.parametrize(("memory", "nodes"), [("12M", 96), ("30M", 48), ("100M", None)])
-@pytest.mark.few(1)
 def test_weights_take_the_memory_that_they_are_given_and_the_tree_what_is_free_then(folder, demo_pair, memory, nodes):
     model = load_streamed(folder, memory)
     stream = stream_of(model)

@@ -128,7 +128,6 @@ CASES += [("held", True, 0.9, None), ("held", False, 0.9, 2), ("held", False, 0.
 CASES += [("with_replacement", True, 0.9, 2), ("target_sample", True, 0.9, None)]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("method", "replacement", "draft_temperature", "top_k"), CASES)
 def test_reasons_agree_with_what_verify_tree_decided(method, replacement, draft_temperature, top_k):
     """Every fate is checked for what it claims, with coins and winners tossed and drawn anew."""
@@ -169,7 +168,6 @@ def test_reasons_agree_with_what_verify_tree_decided(method, replacement, draft_
     assert ("equal" in seen) == replacement
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("method", WHOLE_TREE)
 @pytest.mark.parametrize(
     ("replacement", "draft_temperature", "top_k"),
@@ -224,7 +222,6 @@ MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
 
 
 @pytest.mark.parametrize(("method", "temperature"), [*((method, 0.8) for method in METHODS), ("dyspec", 0.0)])
-@pytest.mark.few(3)
 def test_a_trace_holds_the_batchs_text_and_the_statistics_counts(method, temperature, tiny_pair, tmp_path):
     decoder = SpeculativeDecoder(*tiny_pair, method)
     options = SAMPLING | {"temperature": temperature, "max_new_tokens": 12, "eos_token_id": [9], "attention_mask": MASK}

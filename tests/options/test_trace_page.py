@@ -140,7 +140,6 @@ def test_large_traces_make_small_pages(demo_pair, tmp_path):
 
 
 @pytest.mark.parametrize(("method", "temperature"), [("dyspec", 0.8), ("eagle-2", 0.0), ("autoregressive", 0.8)])
-@pytest.mark.few(1)
 def test_every_kind_of_method_has_a_page_with_all_of_its_sequences(method, temperature, demo_pair, tmp_path):
     prompts = ("def read_lines(path):", "class Queue:\n    def __init__(self):")
     trace = recorded(demo_pair, tmp_path / "trace", method, prompts, temperature)

@@ -51,7 +51,6 @@ def continued(decoder, new=24, **options):
 
 
 @pytest.mark.parametrize("kind", ["model", "early exit", "lookup", "head"])
-@pytest.mark.few(1)
 def test_no_text_is_another_one_for_trees_that_change_at_random(kind):
     """In a ragged batch that closes up, since texts end at token 6; drafts that can catch up rest at times."""
     target = tiny_llama(1, layers=3)
@@ -157,7 +156,6 @@ def test_texts_written_before_are_followed_longer_at_low_temperatures(demo_pair)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("kind", ["model", "head", "lookup", "recall"])
-@pytest.mark.few(1)
 def test_no_default_tree_promises_less_than_a_chain_of_at_most_its_size(kind, temperature, threads, demo_pair):
     """A chain is a tree, so a planner that knows rates and costs does not find a worse one. By the same estimates."""
     target = demo_pair[0]

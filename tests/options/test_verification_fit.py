@@ -162,7 +162,6 @@ OURS = [
 ]  # fmt: skip
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("detect", [0.1, pytest.param(0.02, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("method", "options", "draw"), OURS)
 def test_our_own_verifications_are_lossless(method, options, draw, detect):
@@ -170,7 +169,6 @@ def test_our_own_verifications_are_lossless(method, options, draw, detect):
     assert fit.ok, fit
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("method", "draw"), [
     ("with_replacement", "without_replacement"), ("kseq", "without_replacement"), ("without_replacement", "top_k"),
 ])  # fmt: skip
@@ -303,7 +301,6 @@ def test_the_number_of_draws_has_the_power_that_is_stated(cells, total_variation
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
 @pytest.mark.parametrize("runs", [30, 1000])
 def test_false_alarms_are_as_rare_as_stated(runs):
     given = {"draw": "with_replacement", "cases": cases("independent", "ties"), "batch_size": 20_000}

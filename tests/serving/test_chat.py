@@ -79,7 +79,6 @@ def written_alone(folder, questions, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"temperature": 1.5, "top_k": 3}], ids=str)
-@pytest.mark.few(1)
 def test_a_conversation_has_the_text_of_the_target_alone(options, folder, chat):
     """By races under a seed, sampled as the model's generation_config says where nothing else is said."""
     questions = ["import os", "class Stack:", "x = 3"]

@@ -94,7 +94,6 @@ def beside(decoder, good, bad, ends=None):
     return found
 
 
-@pytest.mark.few(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize("length", [4, 5, 7, 10])

@@ -55,7 +55,6 @@ CALLS = {
 }
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_forked_process_is_told_that_nothing_decodes_there(call, service):
     with held(service) as entered:

@@ -80,7 +80,6 @@ MUCH = 340_000  # of something small: a megabyte
     "unknown_fields", "many_prompts",
     "fewer_prompts", "text", "shorter_text", "many_tokens", "small_penalty", "large_penalty", "small_top_p",
 ])  # fmt: skip
-@pytest.mark.few(3)
 def test_what_is_wrong_or_too_much_is_refused_and_the_server_lives(base, path, body, param, said, caplog):
     error = refused(base, path, body, caplog)
     assert error["param"] == param

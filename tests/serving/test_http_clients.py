@@ -117,7 +117,6 @@ def test_every_option_of_sampling_is_a_field_of_requests():
 
 
 @pytest.mark.parametrize("more", [{}, {"max_tokens": 0}, {"temperature": 0.9, "seed": 3}, {"stream": True}], ids=str)
-@pytest.mark.few(1)
 def test_logprobs_of_prompt_and_text_are_the_targets_log_softmax(base, tokenizer, law, more):
     asked = {"echo": True, "logprobs": 3} | more
     if "stream" in more:
@@ -201,7 +200,6 @@ def penalised(frequency, presence, length):
     return processor
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_penalties_and_biases_are_openais(base, alone, tokenizer, seed):
     length, plain = len(tokenizer(PROMPT).input_ids), alone(PROMPT, 24)
@@ -253,7 +251,6 @@ def test_the_best_of_several_texts_has_the_likeliest_tokens(base, law, tokenizer
     ({"structured_outputs": {"json": '{"enum": [7]}'}}, lambda text: text == "7"),
     ({"structured_outputs": {"choice": ["é\n"]}}, lambda text: text == "é\n"),
 ])  # fmt: skip
-@pytest.mark.few(2)
 def test_texts_have_the_form_that_openais_and_vllms_clients_ask_for(base, form, fits):
     pytest.importorskip("llguidance")
     for seed in range(3):
@@ -315,7 +312,6 @@ def told(client, stream=False, **asked):
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "read_file"}}], ids=["any", "one"]
 )
-@pytest.mark.few(1)
 def test_a_tool_that_must_be_called_is_called_with_arguments_of_its_schema(client, stream, choice):
     pytest.importorskip("llguidance")
     other = {"type": "function", "function": {"name": "stop"}}

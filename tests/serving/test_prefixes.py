@@ -51,7 +51,6 @@ def conversations(count, seed):
         yield turn[:60], made.choice([0.0, 0.9])
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", DRAFTS)
 def test_texts_are_those_without_rows_of_others(name):
     target = tiny_llama(0)
@@ -150,7 +149,6 @@ def test_a_text_that_is_larger_than_the_memory_leaves_the_others_there_and_none_
 @pytest.mark.parametrize(
     "error", [RuntimeError("can't allocate memory"), torch.OutOfMemoryError("none"), MemoryError()]
 )
-@pytest.mark.few(1)
 def test_where_memory_is_exhausted_texts_that_have_ended_are_forgotten_and_service_goes_on(error, monkeypatch):
     decoder = SpeculativeDecoder(tiny_llama(0), tiny_llama(1), "ersd", tree_size=3)
     settings, trimmed = {"max_new_tokens": 4, "temperature": 0.0, "eos_token_id": None}, RowCache.trimmed
@@ -186,7 +184,6 @@ def test_without_memory_for_texts_requests_share_nothing_even_while_they_run(mos
 
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
 @pytest.mark.parametrize("piece", [5, 512])
-@pytest.mark.few(1)
 def test_long_prompts_of_longrope_are_read_and_scored_as_long_in_pieces_of_any_size(kind, piece):
     """Of 24 tokens and more, where the model's embeddings change; beside short ones, which phi3 has in other steps."""
     model = tiny(kind, **LONGROPE)

@@ -84,7 +84,6 @@ def answered(tokenizer):
     ("a <think> b</think>c", OPENED, "a <think> b", "c"),
     ("\n c", {}, None, "\n c"),
 ])  # fmt: skip
-@pytest.mark.few(3)
 @pytest.mark.parametrize("step", [1, 1000])
 def test_thinking_is_told_apart(answered, text, kwargs, thought, said, step):
     message, reason, _ = answered(text, chat_template_kwargs=kwargs, step=step)
@@ -119,7 +118,6 @@ def test_none_leaves_thinking_in_the_text(answered):
     (f"a</think>b <tool_call> c {CALL}\n{CALL} d", "a", "b <tool_call> c d", 2),
     (f"I call it.\n{CALL}", "I call it.", None, 1),  # thinking that ends in a call
 ])  # fmt: skip
-@pytest.mark.few(3)
 def test_calls_are_read_beside_thinking(answered, text, thought, said, calls):
     message, reason, _ = answered(text, tools=[TOOL], chat_template_kwargs=OPENED)
     found = [json.loads(each["function"]["arguments"]) for each in message.get("tool_calls") or []]
@@ -143,7 +141,6 @@ def test_stop_strings_end_thinking_and_text_alike(answered, text, thought, said)
 
 
 @pytest.mark.parametrize("name", REASONING)
-@pytest.mark.few(1)
 def test_markers_may_be_special_tokens(answered, demo_pair, name):
     """And others are left out of texts as ever."""
 

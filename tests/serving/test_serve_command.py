@@ -70,6 +70,7 @@ def test_the_command_serves_the_shipped_pair_and_ends_streams_before_it_stops_by
     assert re.fullmatch(expected, re.sub(r"heavypath: warming up.*\n", "", err)), "but for what takes long when busy"
 
 
+@pytest.mark.slow
 def test_servers_answer_requests_without_a_seed_independently_and_those_with_one_alike(capsys):
     def during(base):
         with client_of(base) as client:

@@ -126,7 +126,6 @@ def check(change, model, draft):
     return before, expected
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("draft", ["none", "model", "exit"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_unannounced_change_ends_what_is_under_way_and_counts_for_all_that_follow(change, draft, model):
@@ -134,7 +133,6 @@ def test_an_unannounced_change_ends_what_is_under_way_and_counts_for_all_that_fo
     assert (before == expected) == (change == "a type")
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("change", OF_ADAPTERS)
 def test_adapters_that_are_switched_or_changed(change, model):
     adapted(model)
@@ -143,7 +141,6 @@ def test_adapters_that_are_switched_or_changed(change, model):
     assert before != expected
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("change", [loaded, given, adapted, replaced])
 def test_a_changed_draft_ends_nothing_and_its_rows_are_made_anew(change, model):
     draft = tiny_llama(2, VOCAB)

@@ -56,7 +56,6 @@ DRAFTS = {
 }
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", DRAFTS)
 def test_each_text_is_that_of_the_prompt_alone(name):
     """18 requests in three slots, prompts in pieces of 8 tokens, any sampling side by side, texts of any end."""
@@ -179,7 +178,6 @@ def test_a_full_queue_and_a_closed_service_refuse(decoder):
     ({"stop_strings": "x"}, "stop_strings need tokenizer="),
     ({"deadline": 0}, "deadline must be"),
 ])  # fmt: skip
-@pytest.mark.few(6)
 def test_bad_requests_and_limits_are_refused_at_once(given, message, decoder):
     for name in ("slots", "max_tokens", "queue", "prefill_tokens"):
         with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got 0"):
