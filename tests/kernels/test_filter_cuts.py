@@ -93,7 +93,7 @@ def test_a_row_without_a_distribution_has_no_cut():
 def test_rows_may_lie_apart_and_in_several_trees():
     whole = torch.randn(2, 2, 50).bfloat16().to(DEVICE)
     filters = Filters(0.9, top_p=0.8)
-    for apart in (whole[:, 1:, :41], whole[..., ::3], whole[:, 0, :40].mT):
+    for apart in (whole[:, 1:, :41], whole[..., ::3], whole.mT[:, :3]):
         for view, copied in zip(filter_cuts(apart, filters), filter_cuts(apart.contiguous(), filters), strict=True):
             assert torch.equal(view, copied)
 
