@@ -53,10 +53,12 @@ def test_the_numbers_of_trees_and_draws_may_lie_apart_in_memory(impl):
     nodes = torch.tensor([[0, 1, 2, 3], [-1, 0, 1, 0], [0, 1, 2, 1]])
     found = []
     for lay in (torch.clone, apart):
-        room = torch.full((2, 9), 6)
+        room = on_device(torch.full((2, 9), 6))
         root, lengths, left = map(lay, numbers)
-        trees = Trees(room[:, :4], root, lay(torch.arange(8).view(2, 4)), lengths, left, None)
-        fed = place(trees, Drawn(*map(lay, drawn)), CommonNodes(*map(lay, nodes)), whole=True, impl=impl)
+        trees = on_device(Trees(room[:, :4], root, lay(torch.arange(8).view(2, 4)), lengths, left, None))
+        fed = place(
+            trees, on_device(Drawn(*map(lay, drawn))), on_device(CommonNodes(*map(lay, nodes))), whole=True, impl=impl
+        )
         found.append([field.tolist() for field in (*fed, room)])
     assert found[0] == found[1]
     assert found[0][-1] == [[4, 8, 6, 7, *[6] * 5], [5, 9, -1, -1, *[6] * 5]]
