@@ -66,12 +66,53 @@ def test_reading_weights_ahead_has_a_row_for_each_way(kept):
 
 
 def test_tiles_of_attention_are_tried_and_the_best_of_all_shapes_is_named(kept, capsys):
+    best_choice = script("tune_attention").best_choice
     rows = kept("tune_attention")["rows"]
     assert [(row["rows"], row["tiles"]) for row in rows] == [(256, "usual"), (64, "usual"), (128, "usual")]
     assert "best for all: MIN_SPLIT" in capsys.readouterr().out
-    gains = {(64, "usual"): (1.2, 0.9), (128, "64/64/4/3"): (1.1, 1.1), (256, "128/64/8/3"): (2.0,)}
-    rows = [{"rows": fewest, "tiles": tiles, "gain": gain} for (fewest, tiles), each in gains.items() for gain in each]
-    assert script("tune_attention").best_choice(rows) == (128, "64/64/4/3")
+    assert best_choice([row for row in rows if row["rows"] == 64]) is None, "stopped too early"
+    usual = dict.fromkeys(((fewest, "usual") for fewest in (64, 128, 256)), 1.0)
+    many = {(64, "usual"): 1.2, (64, "64/64/4/3"): 1.1, (128, "64/64/4/3"): 1.3}
+    few = {(64, "usual"): 1.1, (128, "usual"): 0.8}  # of few rows, with which no other tiles are tried
+    cut = {(256, "usual"): 1.0, (64, "usual"): 9.0}  # stopped within the shape
+    gains = enumerate((usual | many, usual | few, cut))
+    rows = [shape_of(nodes) | choice_of(*choice) | {"gain": gain} for nodes, of in gains for choice, gain in of.items()]
+    assert best_choice(rows) == (64, "usual")
+    rows += [shape_of(0) | choice_of(64, "64/32/4/4") | {"gain": 1.4}]
+    assert best_choice(rows) == (64, "64/32/4/4")
+
+
+def shape_of(nodes):
+    return {"heads": "32/8", "nodes": nodes, "prefix": 128}
+
+
+def choice_of(fewest, tiles):
+    return {"rows": fewest, "tiles": tiles}
+
+
+def test_choices_of_attention_find_equal_caches_and_are_planned_anew(monkeypatch):
+    tune = script("tune_attention")
+    attend, seen = tune.tree_attention, []
+
+    def by_kernel(query, key, value, **mask):
+        if not seen or seen[-1] != (key.shape, tune.launch.MIN_SPLIT, tune.launch.tiles_for):
+            seen.append((key.shape, tune.launch.MIN_SPLIT, tune.launch.tiles_for))
+            before = tune._plan.cache_info().currsize
+            attend(query, key, value, **mask, impl="triton")
+            assert (before, tune._plan.cache_info().currsize) == (0, 1)
+
+    monkeypatch.setattr(tune, "tree_attention", by_kernel)
+    rows = [*tune.rows_of(SimpleNamespace(heads=["4/2"], nodes=[10], prefix=[16]))]
+    assert len(rows) == len(seen) == 12
+    assert {shape for shape, *_ in seen} == {(1, 2, 1024, tune.HEAD_DIM)}
+    assert tune.launch.tiles_for is tune.USUAL_TILES
+
+
+def test_caches_of_attention_are_more_than_a_second_cache_holds(monkeypatch):
+    tune = script("tune_attention")
+    assert tune.caches_of(1_000_000) == 32
+    monkeypatch.setattr(tune, "DEVICE", "cuda")
+    assert [tune.caches_of(nbytes) for nbytes in (1_000_000, 100_000_000)] == [200, 32]
 
 
 @pytest.mark.parametrize(("gains", "amounts"), [
