@@ -187,7 +187,7 @@ run_large() {
 }
 
 run_stream() {
-    step tests-streaming 180 "${pytest[@]}" -m gpu tests/options/test_device_streaming.py
+    step tests-streaming 180 "${pytest[@]}" "${named[@]}" -m gpu tests/options/test_device_streaming.py
     [ -z "$small" ] || step disk 60 "$python" bench/scale.py stream --miniature --device cpu # which wants no GPU
     # There are no streams to be copied by on a CPU.
     step stream 340 "${played[@]}" "$python" bench/scale.py device "${mini[@]}" --folder "$out" --json "$out/stream.json"

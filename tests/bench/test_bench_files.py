@@ -122,6 +122,13 @@ def test_the_tests_of_every_kernel_are_in_a_part_for_a_gpu():
     assert {file for file in tried if file.startswith("kernels/")} <= there
 
 
+def test_a_test_that_hangs_is_named_and_ended():
+    text = (BENCH / "gpu.sh").read_text()
+    steps = dict(re.findall(r'step ([\w-]+) \d+ (?:"\$\{played\[@\]\}" env \w+=0 )?"\$\{pytest\[@\]\}" (.*)', text))
+    assert len(steps) > 5
+    assert [name for name, rest in steps.items() if not rest.startswith('"${named[@]}"')] == ["soak"]  # which is long
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["first", "large", "tests", "kernels", "others", "stream", "more", "races"])
 def test_everything_for_a_gpu_runs_in_miniature(part, tmp_path):
