@@ -95,7 +95,7 @@ class Bench(Rows):
 
     def raw(self) -> None:
         """Copy pinned memory, as nothing else does; bytes a second."""
-        nbytes, pinned = RAW // 1000 if self.given.miniature else RAW, Pinned()
+        nbytes, pinned = RAW // 1000 if self.given.miniature else RAW, Pinned(torch.device(DEVICE))
         source, target = pinned.memory(nbytes), torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
         target.copy_(source, non_blocking=True)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

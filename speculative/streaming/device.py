@@ -93,7 +93,7 @@ class DeviceStream(WeightStream):
         self.nbytes = size * len(memories)
         self._views = [packing.views(self._slot(layer).memory) for layer, packing in enumerate(packings)]
         self._parameters: list[weakref.ref[Tensor]] = []
-        self.host = HostLayers(layers, stay)
+        self.host = HostLayers(layers, stay, device)
         self.on_take: Callable[[int], None] | None = None
         self.copy: Copy = copy_layer
         self._copies = torch.cuda.Stream(device)

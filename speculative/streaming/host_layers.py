@@ -7,6 +7,7 @@ powers of two.
 
 import weakref
 from collections.abc import Collection, MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class HostLayers:
     layers: for each layer, by name, its tensors or their places in files. Tensors are moved: they are removed from the
             mapping, and freed, layer by layer, if nothing else refers to them
     stay:   the layers in files that stay in memory once they have been read
+    device: the GPU
 
     passing: the layers that are read again for each pass
     reader:  reads layers from files; None if there are none
@@ -34,10 +36,12 @@ class HostLayers:
     ValueError for tensors in files that are not aligned to their types.
     """
 
-    def __init__(self, layers: Sequence[MutableMapping[str, Tensor | Place]], stay: Collection[int]):
+    def __init__(
+        self, layers: Sequence[MutableMapping[str, Tensor | Place]], stay: Collection[int], device: torch.device
+    ):
         filed = [index for index, layer in enumerate(layers) if any(isinstance(one, Place) for one in layer.values())]
         self.passing = frozenset(filed) - {*stay}  # layers that share their memory with others
-        self._pinned = Pinned()
+        self._pinned = Pinned(device)
         self._number = {index: number for number, index in enumerate(filed)}
         self._held: list[dict[str, Tensor]] = []
         for layer in layers:
@@ -100,9 +104,13 @@ class HostLayers:
 
 
 class Pinned:
-    """Pins host memory, so that a GPU can copy from it asynchronously, and remembers it, to unpin it later."""
+    """Pins host memory, so that a GPU can copy from it asynchronously, and remembers it, to unpin it later.
 
-    def __init__(self) -> None:
+    device: the GPU
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._runtime: Any = torch.cuda.cudart()
         self._memories: list[Tensor] = []
 
@@ -125,6 +133,8 @@ class Pinned:
         if code != 0:
             nbytes = self.nbytes
             self.unpin()
+            with suppress(RuntimeError):  # CUDA keeps the error, and PyTorch raises it at the next launch: this one
+                torch.ones(1, device=self._device)
             raise RuntimeError(
                 f"{memory.nbytes / 1e9:.3f}G of the host's memory cannot be pinned for the GPU, beside "
                 f"{nbytes / 1e9:.3f}G that were (CUDA error {code}); give a smaller host_memory, or allow this process "

@@ -22,6 +22,7 @@ from heavypath.speculative.streaming import gpu
 from heavypath.speculative.streaming.accelerate_hooks import Offloaded, device_of, offloaded
 from heavypath.speculative.streaming.device import DeviceStream
 from heavypath.speculative.streaming.gpu import PlacedModel, stream_to_gpu
+from heavypath.speculative.streaming.host_layers import Pinned
 from heavypath.speculative.streaming.offloaded import layers_in, stream_layers
 from heavypath.speculative.streaming.source import places_in
 
@@ -353,6 +354,25 @@ def test_too_little_memory_is_refused_with_the_figures(order, monkeypatch, owner
     monkeypatch.setattr(owner, name, free)
     with pytest.raises((ValueError, RuntimeError), match=message):
         on_played_gpu(tiny_llama(1, layers=4), order)
+
+
+def test_no_later_work_meets_the_error_of_memory_that_cannot_be_pinned(order, monkeypatch):
+    """CUDA keeps it as the last error, and PyTorch raises that once, at its next launch."""
+    left = []
+
+    def register(*given):
+        left.append(2)
+        return 2
+
+    def launch(*sizes, device):
+        if left:
+            raise RuntimeError(f"CUDA error {left.pop()}")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    monkeypatch.setattr(torch, "ones", launch)
+    with pytest.raises(RuntimeError, match="cannot be pinned for the GPU"):
+        Pinned(CPU).memory(10)
+    assert not left
 
 
 def test_weights_of_a_class_of_their_own_are_refused(tmp_path):
