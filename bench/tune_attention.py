@@ -41,7 +41,7 @@ from common import (
 
 from heavypath.kernels.attention import kernel, launch
 from heavypath.kernels.attention.launch import Tiles
-from heavypath.kernels.tree_attention import _plan, tree_attention
+from heavypath.kernels.tree_attention import tree_attention
 
 LAYERS = 32  # the fewest launches in a graph, each with a cache of its own
 HEAD_DIM = 128
@@ -62,8 +62,11 @@ def caches_of(nbytes: int) -> int:
     return LAYERS if DEVICE == "cpu" else max(LAYERS, -(-COLD // nbytes))
 
 
-def attention_of(heads: str, nodes: int, prefix: int) -> Attention:
-    """Attention of a tree of `nodes` nodes after `prefix` rows, in caches as long as those of a workspace."""
+def attention_of(heads: str, nodes: int, prefix: int, number: int) -> Attention:
+    """Attention of a tree of `nodes` nodes after `prefix` rows, in caches as long as those of a workspace.
+
+    number: of the choice. A launch is planned once for equal shapes and strides, so each choice has other strides
+    """
     query_heads, key_heads = map(int, heads.split("/"))
     end = random_tree(nodes).reordered("heavy_path")[0].subtree_end.to(DEVICE)
     length = torch.tensor(prefix, device=DEVICE)
@@ -71,7 +74,8 @@ def attention_of(heads: str, nodes: int, prefix: int) -> Attention:
     query = torch.randn(1, nodes, query_heads, HEAD_DIM, device=DEVICE, dtype=dtype).transpose(1, 2)
     count = caches_of(2 * key_heads * (prefix + nodes) * HEAD_DIM * dtype.itemsize)
     cache_rows = -(-(prefix + nodes) // 1024) * 1024
-    keys, values = torch.randn(2, count, 1, key_heads, cache_rows, HEAD_DIM, device=DEVICE, dtype=dtype)
+    room = torch.randn(2, count, 1, key_heads, cache_rows + 8 * number, HEAD_DIM, device=DEVICE, dtype=dtype)
+    keys, values = room[..., :cache_rows, :]
 
     def run() -> None:
         for key, value in zip(keys, values, strict=True):
@@ -84,7 +88,6 @@ def chosen(fewest: int, tiles: Tiles | None) -> None:
     """Have later launches use these, and the usual tiles if None is given."""
     launch.MIN_SPLIT = fewest
     launch.tiles_for = USUAL_TILES if tiles is None else lambda *_: tiles
-    _plan.cache_clear()  # a launch is planned once for each shape
 
 
 def rows_of(given: argparse.Namespace) -> Iterator[Row]:
@@ -94,9 +97,9 @@ def rows_of(given: argparse.Namespace) -> Iterator[Row]:
         tiles = [None] if nodes * group <= 16 else [None, *(each for each in TILES if each.block_m <= 64 or group > 1)]
         choices = [(kernel.MIN_SPLIT, None), *((fewest, each) for each, fewest in product(tiles, FEWEST))]
         usual = 0.0
-        attention = attention_of(heads, nodes, prefix)
-        for fewest, each in dict.fromkeys(choices):
+        for number, (fewest, each) in enumerate(dict.fromkeys(choices)):
             chosen(fewest, each)
+            attention = attention_of(heads, nodes, prefix, number)
             seconds = gpu_seconds(captured(attention.run)) if DEVICE == "cuda" else timed(attention.run)[0]
             usual = usual or seconds
             yield {
