@@ -31,8 +31,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addpre
 # What differs where there is a GPU: tests that look for one, and those of the kernels. Most of the command line's
 # decode with the shipped pair, which takes minutes where a GPU is played, and most of the decoder's are on the CPU.
 GPU_TESTS := $(addprefix tests/, kernels/test_sampling.py kernels/test_commit.py kernels/test_cache_compaction.py \
-	kernels/test_ordering.py kernels/test_windows.py core/test_huggingface.py core/test_transformers_forward.py \
-	core/test_step.py options/test_custom_generate.py cli/test_cli.py::test_info_reports_what_is_installed \
+	kernels/test_ordering.py kernels/test_windows.py kernels/test_levels.py kernels/test_slots.py kernels/test_latest.py \
+	kernels/test_retrieval.py kernels/test_mixing.py kernels/test_terms.py kernels/test_entries.py \
+	kernels/test_few_rows.py core/test_huggingface.py core/test_transformers_forward.py core/test_step.py \
+	options/test_custom_generate.py cli/test_cli.py::test_info_reports_what_is_installed \
 	cli/test_cli.py::test_unusable_prompts_are_refused_in_one_line \
 	cli/test_cli.py::test_unusable_models_are_refused_in_one_line core/test_decoder.py::test_statistics_add_up)
 
