@@ -332,6 +332,8 @@ def _seconds_of(run: Run, count: int) -> float:
 def problems_of(make: Callable[[], Returned], nbytes: int) -> list[Returned]:
     """Problems that take turns, so that each finds its bytes in memory, not in the second cache; one on a CPU.
 
+    Those that read less than COLD / CALLS bytes are too few for that.
+
     make: makes one; nbytes: that one reads
     """
     count = 1 if DEVICE == "cpu" else max(1, min(CALLS, -(-COLD // nbytes)))

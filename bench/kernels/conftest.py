@@ -9,8 +9,10 @@ test, which gives that to `timed`. Ways of a case are a group of the table, in w
 
 On a GPU a time is that of one of CALLS calls in a CUDA graph, which is replayed again and again: a small kernel takes
 less than what events and a graph's launch add. The calls take turns with `problems_of` a case, which together are more
-than the L2 cache holds. Ways that are called from Python say so ("eager"): their time is triton.testing.do_bench's,
-which empties the L2 cache before every run. A peer that cannot do a case is named and passed over.
+than the L2 cache holds if one reads 8.4 MB or more. Smaller ones may be found there, as they are behind the kernel that
+made them, and be above a roof of memory. Ways that are called from Python say so ("eager"): their time is
+triton.testing.do_bench's, which empties the L2 cache before every run. A peer that cannot do a case is named and passed
+over.
 
 Roofs are the least time of what the problem needs: bytes at the speed of a large copy, FLOPs at that of a large matrix
 product, both measured in the same run. The last table has each time, and its share of the later roof.
