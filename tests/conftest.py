@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 DURATIONS = Path(__file__).with_name("durations.json")  # seconds of each test; `make durations` writes it
-BUDGET = 0.1  # seconds, of those: of a test that takes longer, as many variants run by default as it has time for
+BUDGET = 0.05  # seconds, of those: of a test that takes longer, as many variants run by default as it has time for
 SHOWN = 10  # tests that a run names at its end
 OF_WORKERS = pytest.StashKey()  # what the other processes of a run took of processors
 

@@ -11,7 +11,7 @@ from conformance_texts import by_transformers, greedy_gaps, law_of, sampled, tex
 from heavypath.kernels import step_kernels
 from heavypath.speculative import METHODS, goodness_of_fit
 
-FEW, MANY = 5_000, 20_000  # texts whose law is looked at by default, and nightly
+FEW, MANY = 2_500, 20_000  # texts whose law is looked at by default, and nightly
 TIES = {"bfloat16": 0.3, "float16": 0.05}  # logits closer than this may swap between two exact programs
 
 

@@ -43,6 +43,7 @@ def text(target, amounts, monkeypatch, draft=None):
     return decoder, decoder.generate(PROMPTS[1:2], 4, temperature=0.8, seed=3, eos_token_id=None).sequences
 
 
+@pytest.mark.slow
 def test_every_product_is_followed_by_a_request_of_the_next_weight(requested, monkeypatch):
     target = model(1)
     _, plain = text(target, None, monkeypatch)

@@ -383,6 +383,7 @@ def test_any_other_mask_is_served_as_sdpa_does_and_attention_weights_are_missed_
 
 
 @torch.no_grad()
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "mask", [HOLES, *(pytest.param(mask, marks=pytest.mark.slow) for mask in (PADDING.flip(1), None))],
     ids=["zeros between ones", "right padding", "none"],

@@ -23,9 +23,18 @@ class Variant:
 
 
 @pytest.fixture
-def mark(pytestconfig):
-    """The function of conftest.py that marks them."""
-    return pytestconfig.pluginmanager.get_plugin(str(Path(__file__).parents[1] / "conftest.py")).mark_variants
+def conftest(pytestconfig):
+    return pytestconfig.pluginmanager.get_plugin(str(Path(__file__).parents[1] / "conftest.py"))
+
+
+@pytest.fixture
+def mark(conftest):
+    """The function that marks them: of a test that takes so many times the budget."""
+
+    def marked(variants, times, name="file::test"):
+        conftest.mark_variants(variants, {name: times * conftest.BUDGET})
+
+    return marked
 
 
 def by_default(variants):
@@ -38,7 +47,7 @@ def table(**options):
 
 def test_of_a_long_test_variants_with_all_values_run(mark):
     variants = table()
-    mark(variants, {"file::test": 0.3})  # of 12 variants, 4 in 0.1 s
+    mark(variants, 3)
     chosen = by_default(variants)
     assert len(chosen) == 4
     assert {each["b"] for each in chosen} == {*range(4)}
@@ -47,24 +56,24 @@ def test_of_a_long_test_variants_with_all_values_run(mark):
 
 def test_one_variant_runs_however_long_it_takes(mark):
     variants = table()
-    mark(variants, {"file::test": 100.0})
+    mark(variants, 1000)
     assert len(by_default(variants)) == 1
 
 
 def test_short_and_new_tests_run_with_all_variants(mark):
-    for seconds in ({"file::test": 0.1}, {"file::another": 9.0}, {}):
+    for times, name in ((1, "file::test"), (0.1, "file::test"), (9, "file::another")):
         variants = table()
-        mark(variants, seconds)
+        mark(variants, times, name)
         assert len(by_default(variants)) == 12
 
 
-def test_a_mark_gives_a_test_more_time(mark):
-    variants = table(marks=[pytest.mark.budget(0.3)])
-    mark(variants, {"file::test": 0.6})
+def test_a_mark_gives_a_test_more_time(mark, conftest):
+    variants = table(marks=[pytest.mark.budget(3 * conftest.BUDGET)])
+    mark(variants, 6)
     assert len(by_default(variants)) == 6
 
 
 def test_variants_that_are_slow_anyway_are_not_counted(mark):
     variants = [*table(), *table(marks=[pytest.mark.slow])]
-    mark(variants, {"file::test": 0.2})
+    mark(variants, 2)
     assert len(by_default(variants)) == 6

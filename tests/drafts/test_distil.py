@@ -134,6 +134,7 @@ def test_a_training_that_was_interrupted_goes_on_to_the_same_draft_with_its_own_
     assert not (parts / "training").exists()
 
 
+@pytest.mark.slow
 def test_on_a_full_disk_a_training_ends_and_goes_on_when_there_is_room(tmp_path):
     target, folder = tiny_target(), tmp_path / "head"
     with file_size(1000), pytest.raises(OSError, match=r"cannot write .*rows.pt', is the disk full"):

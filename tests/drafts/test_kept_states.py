@@ -125,6 +125,7 @@ def test_logits_that_depend_on_other_tokens_are_refused(tmp_path, monkeypatch):
         kept_states(tmp_path, Teacher(target), TOKENS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "keeps"), [
     ({"epochs": 2}, True), ({"epochs": 2, "keep": False}, False), ({"epochs": 1, "keep": True}, True),
     ({"epochs": 1}, False),
@@ -138,6 +139,7 @@ def test_by_default_they_are_kept_for_several_epochs(settings, keeps, tmp_path, 
     assert not (tmp_path / "head" / "training").exists()
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_where_the_states_that_it_has_kept_fill_the_disk(tmp_path, monkeypatch):
     head = tmp_path / "head"
     settings = replace(TINY, epochs=2)
@@ -151,6 +153,7 @@ def test_a_training_goes_on_where_the_states_that_it_has_kept_fill_the_disk(tmp_
     assert (head / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_is_named_first_and_the_training_goes_on_as_advised(tmp_path, monkeypatch):
     usage = distillation.shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(distillation.shutil, "disk_usage", lambda path: usage)

@@ -132,6 +132,7 @@ def test_a_batch_in_parts_has_the_gradients_of_the_whole(rows_at_once, fitting, 
     torch.testing.assert_close(parts, whole, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_is_out_of_memory_and_what_to_lower_then():
     """The CPU's allocator runs out of memory, too; another error is none of memory."""
     with pytest.raises(torch.OutOfMemoryError, match="out of memory with one row; lower length"):
