@@ -120,6 +120,7 @@ def test_a_rule_is_told_of_laws_behind_their_filters_and_leaves_may_say_anything
     assert torch.equal(told[2], children_of(Nodes(problem.tokens, TREE.parents, TREE.ranks).per_sequence()))
 
 
+@pytest.mark.budget(0.4)
 @pytest.mark.parametrize(("rule", "error", "message"), [
     (lambda p, q, x: None, TypeError, r"rule '<lambda>' must return a tensor of probabilities \[1, 3, 7\], got None"),
     (lambda p, q, x: p[..., :2], ValueError, r"must return probabilities \[1, 3, 7\], got torch.float32 \[1, 3, 2\]"),

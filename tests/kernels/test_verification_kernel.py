@@ -23,6 +23,7 @@ def some(*default):
     return pytest.mark.parametrize("method", methods)
 
 
+@pytest.mark.budget(3.5)
 @pytest.mark.parametrize("method", VERIFICATION_METHODS)
 @pytest.mark.parametrize(
     "tree", ["sequences", "ranks", *(pytest.param(n, marks=SLOW) for n in ("root", "3-ary", "4, 2"))]

@@ -24,6 +24,7 @@ RULES = {name: getattr(oracle, name) for name in ("rejection", "held", "traversa
 DISTINCT = [name for name in RULES if name != "k_seq"]  # which K-SEQ does not take
 
 
+@pytest.mark.budget(1.7)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", GROWTHS)
 def test_each_rule_emits_the_targets_law_exactly(name, rule):
