@@ -46,6 +46,7 @@ def test_trees_are_verified_in_any_schedule(trees, adversary):
     adversary.met("_walk_kernel")
 
 
+@pytest.mark.budget(1.7)
 @pytest.mark.parametrize("method", DRAFT_AWARE)
 def test_a_row_that_programs_share_is_verified_in_any_schedule(method, adversary):
     options = {"vocab_size": 9_000, "batch": 1, "dtype": torch.bfloat16, "seed": adversary.seed}

@@ -34,7 +34,7 @@ def check(method, replacement, language, growth, fill=False, sources=(), **optio
     return check_decisions(verifier, language, trees, method=method, replacement=replacement, **options)
 
 
-@pytest.mark.budget(1.2)
+@pytest.mark.budget(3.6)
 @each_rule
 @pytest.mark.parametrize("name", GROWTHS)
 def test_every_walk_ends_where_the_oracle_says(name, method, replacement):

@@ -41,6 +41,7 @@ def test_filters_of_both_sides_act_as_in_the_reference(method):
     assert Problem(TokenTree.chain(1), method, *BOTH_FILTERED, vocab_size=7, batch=1, seed=2).agrees()
 
 
+@pytest.mark.budget(2)
 @pytest.mark.parametrize("method", ["without_replacement", "with_replacement", "held", "traversal", "held_traversal"])
 def test_point_masses_and_drafts_that_are_used_up_agree(method):
     for seed, drafted in ((1, Filters(0.0)), (2, Filters(1.0, 2))):

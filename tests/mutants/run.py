@@ -114,6 +114,10 @@ EQUIVALENT = {  # mutants by file, function and what their line becomes, and why
         "helping = helpers(device) if not (passes) else 0",
     ): "helpers change no result, and the interpreter has none",
     (
+        "kernels/verifying/distributions.py", "log_weights",
+        "return filtered_scores(row, row.max(keepdims=False), filters) * np.float32(math.log2(math.e))",
+    ): "a row's largest logit is the same number outside of an array",
+    (
         "kernels/verifying/distributions.py", "unread",
         "return Distribution(row_ptr, (-1.0), 0.0, temperature, cut, end)",
     ): "the largest logit is set before it is read",
