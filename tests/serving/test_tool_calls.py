@@ -312,6 +312,79 @@ def test_a_forced_call_between_tags_follows_its_schema(name, demo_pair):
             assert [each.name for each in ended(reader)[1]] == [function]
 
 
+def tagged(form, arguments):
+    """A call of f as a model writes it that puts arguments between tags."""
+    line = "\n" if form.tags.lines else ""
+    (key, key_end), (value, value_end) = form.tags.key, form.tags.value
+    between = "\n" if value else ""
+    given = [f"{key}{each}{key_end}{between}{value}{line}{text}{line}{value_end}\n" for each, text in arguments.items()]
+    name, name_end = form.tags.name
+    return f"{form.marker}{line}{name}f{name_end}\n{''.join(given)}{form.tags.end}\n{form.end}"
+
+
+def one(**schema):
+    return {"type": "object", "properties": {"x": schema}, "required": ["x"]}
+
+
+COLOURS = {"C": {"type": "string", "enum": ["red", "blue"]}}
+NAMED = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+OTHER = {"type": "object", "properties": {"y": {"type": "integer"}}, "required": ["y"]}
+
+
+@pytest.mark.parametrize(("parameters", "fitting", "others"), [
+    (one(allOf=[{"$ref": "#/$defs/C"}], description="of pydantic 1") | {"$defs": COLOURS},
+     [{"x": "red"}], [{"x": "green"}, {}]),
+    ({"$ref": "#/$defs/A", "$defs": {"A": NAMED}}, [{"x": "1"}], [{"x": "one"}, {}]),
+    ({"allOf": [NAMED, OTHER]}, [{"x": "1", "y": "2"}], [{"x": "1"}, {"y": "2"}, {}]),
+    ({"anyOf": [NAMED, OTHER]}, [{"x": "1"}, {"y": "2"}], [{"x": "1", "y": "2"}, {}]),
+    (one(type="integer", anyOf=[{"minimum": 3}, {"maximum": 1}]), [{"x": "3"}], [{"x": "2"}, {"x": "abc"}]),
+    (one(type=["string", "null"], anyOf=[{"minLength": 3}, {"enum": ["a"]}, {"type": "null"}]),
+     [{"x": "abc"}, {"x": "a"}, {"x": "null"}], [{"x": "ab"}]),
+    (one(anyOf=[{"$ref": "#/properties/x"}, {"enum": ["a"]}]), [{"x": "a"}], [{"x": "b"}]),
+    (one(type="string", pattern=r"^\d{2}\/\d{2}/\d$"), [{"x": "12/34/5"}], [{"x": "12-34/5"}, {"x": " 12/34/5"}]),
+    (one(type="string", pattern=r"^\d+\$"), [{"x": "12$"}, {"x": "12$ each"}], [{"x": "12"}, {"x": "$12$"}]),
+    (one(type="string", pattern=r"^a|[|]b$|(c|d)"), [{"x": "a "}, {"x": " |b"}, {"x": " d "}], [{"x": "b"}]),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "glm4"])
+def test_a_forced_call_between_tags_follows_what_a_schema_joins(name, parameters, fitting, others, demo_pair):
+    """By allOf, anyOf, references and patterns, also of all arguments."""
+    pytest.importorskip("llguidance")
+    form, tokenizer = FORMATS[name], demo_pair.tokenizer
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})
+    held = Grammar(call_source(form, [tool], tokenizer), tokenizer, eos_token_id=tokenizer.eos_token_id)
+    for arguments in fitting + others:
+        text = tagged(form, arguments)
+        matcher = held.matcher()
+        assert (matcher.consume_tokens(tokenizer(text).input_ids) and matcher.is_accepting()) == (arguments in fitting)
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "glm4"])
+def test_values_between_tags_have_the_types_of_all_that_a_schema_joins(name):
+    for parameters in (
+        {"$ref": "#/$defs/A", "$defs": {"A": NAMED}},
+        {"allOf": [OTHER, NAMED]},
+        {"anyOf": [NAMED, OTHER]},
+    ):
+        reader = CallReader(FORMATS[name], ("f",), schemas={"f": parameters})
+        reader.add(tagged(FORMATS[name], {"x": "5"}))
+        ((_, arguments),) = ended(reader)[1]
+        assert json.loads(arguments) == {"x": 5}
+
+
+@pytest.mark.timeout(600)  # where each reference to the schema itself is followed, this takes years
+@pytest.mark.parametrize("parameters", [
+    one(anyOf=20 * [{"$ref": "#/properties/x"}]),
+    one(allOf=20 * [{"anyOf": [{"minLength": 1}, {"maxLength": 9}]}]),
+    one(type="array", description="of x" * 50_000, items={"$ref": "#/properties/x"}),
+    {"$ref": "#"}, one(allOf=[{"type": "string"}, {"type": "integer"}]),
+], ids=["of itself", "2**20 alternatives", "long", "no arguments", "no value"])  # fmt: skip
+def test_a_schema_that_a_forced_call_between_tags_cannot_follow_is_refused_soon(parameters, demo_pair):
+    pytest.importorskip("llguidance")
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})
+    with pytest.raises(ValueError, match=r"cannot be (followed|forced)|follows? its schema"):
+        call_source(FORMATS["glm4"], [tool], demo_pair.tokenizer)
+
+
 @pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "glm4"])
 @pytest.mark.parametrize("key", ["a{end}b", "a\nb", " a", 257 * "a"])
 def test_an_argument_that_tags_cannot_name_is_refused_where_a_call_is_forced(name, key, demo_pair):

@@ -5,7 +5,7 @@ json_calls.py   calls in JSON; tagged_calls.py: calls whose arguments are betwee
 arguments.py    convert argument values to the types of the tool's JSON schema
 found.py        a call; exceptions for no call, and for a call that is not complete yet
 reader.py       split a text that arrives piece by piece into content and calls
-forcing.py      a grammar that forces a call
+forcing.py      a grammar that forces a call; alternatives.py: what a JSON schema leaves to a value
 """
 
 from heavypath.speculative.http.tool_calls.forcing import call_source

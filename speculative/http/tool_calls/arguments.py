@@ -15,16 +15,17 @@ def schema_of(key: str, schema: Mapping[str, Any] | None) -> Any:
     """The schema of argument `key`, found in the schema of all arguments of a tool; None if it has no schema."""
     if schema is None:
         return None
-    held = schema
-    if "properties" not in held and isinstance(held.get("$ref"), str):
-        held = referred(held["$ref"], schema)
-    if not isinstance(held, Mapping):
-        return None
-    properties = held.get("properties")
-    more = held.get("additionalProperties")
-    if isinstance(properties, Mapping) and key in properties:
-        return properties[key]
-    return more if isinstance(more, Mapping) else None
+    named = []
+    others = []
+    for each in _parts(schema, schema):
+        properties = each.get("properties")
+        more = each.get("additionalProperties")
+        if isinstance(properties, Mapping) and key in properties:
+            named.append(properties[key])
+        elif isinstance(more, Mapping):
+            others.append(more)
+    found = named or others
+    return found[0] if len(found) == 1 else {"anyOf": found} if found else None
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
@@ -40,7 +41,7 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
         names = declared if isinstance(declared, list) else [declared]
         own = {name for name in names if isinstance(name, str)}
         if not own:
-            own = {"null" if value is None else _KINDS.get(type(value), STRING) for value in _values(each)}
+            own = {"null" if value is None else _KINDS.get(type(value), STRING) for value in values_of(each)}
         found |= own
     return found
 
@@ -56,17 +57,18 @@ def _parts(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         seen.add(id(each))
         yield each
         for name in ("anyOf", "oneOf", "allOf"):
-            waiting += _listed(each.get(name))
+            waiting += listed(each.get(name))
         if isinstance(reference := each.get("$ref"), str):
             waiting.append(referred(reference, root))
 
 
-def _values(schema: Mapping[str, Any]) -> list[Any]:
+def values_of(schema: Mapping[str, Any]) -> list[Any]:
     """The values that a schema lists; empty if it lists none."""
-    return [schema["const"]] if "const" in schema else _listed(schema.get("enum"))
+    return [schema["const"]] if "const" in schema else listed(schema.get("enum"))
 
 
-def _listed(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
+    """The value if it is a list, otherwise an empty list."""
     return value if isinstance(value, list) else []
 
 
@@ -96,7 +98,7 @@ def typed(value: str, key: str, schema: Mapping[str, Any] | None, *, json_unless
     types = types_of(own, schema or {})
     if not types:
         return _json(value, value) if json_unless_told else value
-    if any(value == each for part in _parts(own, schema or {}) for each in _values(part)):
+    if any(value == each for part in _parts(own, schema or {}) for each in values_of(part)):
         return value
     word = value.strip()
     if "null" in types and word.lower() in ("null", "none"):

@@ -8,15 +8,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from heavypath.speculative.http.bodies.messages import Tool
-from heavypath.speculative.http.tool_calls.arguments import STRING, referred, types_of
+from heavypath.speculative.http.tool_calls.alternatives import Alternative, alternatives_of
+from heavypath.speculative.http.tool_calls.arguments import STRING, listed, types_of, values_of
 from heavypath.speculative.http.tool_calls.formats import Tags, ToolFormat
 from heavypath.speculative.http.tool_calls.tagged_calls import MOST_KEY
 from heavypath.speculative.processors.grammar import json_between, lark_source, schema_source
-from heavypath.speculative.processors.grammar_limits import check_schema
+from heavypath.speculative.processors.grammar_limits import MOST_BYTES, check_schema
 
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # dictionaries of schemas
 VALUES = ("const", "enum", "default", "examples")  # plain values, without references
-MOST_LINKS = 16  # depth up to which references and unions are followed; below that any text is allowed
 
 
 def call_source(form: ToolFormat, tools: Sequence[Tool], tokenizer: PreTrainedTokenizerBase) -> str:
@@ -68,6 +68,7 @@ class _TaggedCalls:
         self._tags = tags
         self._literal = literal
         self._rules: list[str] = []
+        self._characters = 0  # of all rules
         self._line = '"\\n" ' if tags.lines else ""
         self._close = f"{self._line}{literal(tags.value[1])}"
 
@@ -80,19 +81,35 @@ class _TaggedCalls:
 
     def _call(self, tool: Tool) -> str:
         schema = tool.function.parameters or {}
-        properties = schema.get("properties")
-        given = dict(properties) if isinstance(properties, Mapping) else {}
-        required = [each for each in schema.get("required") or () if isinstance(each, str)]
+        found = [self._arguments(each, schema) for each in alternatives_of(schema, schema)]
+        if not found:
+            raise ValueError(f"no arguments of tool {tool.function.name!r} follow its schema")
+        name = " ".join([*self._between(self._tags.name, tool.function.name), '"\\n"'])
+        end = self._literal(self._tags.end) if self._tags.end else ""
+        return self._rule(f"{name} ({' | '.join(found)}) {end}")
+
+    def _arguments(self, schemas: Alternative, root: Mapping[str, Any]) -> str:
+        """The rule for the arguments of a call that follow all these schemas, in the order of their properties."""
+        given = dict[str, Any]()
+        required = list[str]()
+        for schema in schemas:
+            properties = schema.get("properties")
+            for key, each in properties.items() if isinstance(properties, Mapping) else ():
+                given[key] = {"allOf": [given[key], each]} if key in given else each
+            required += [each for each in listed(schema.get("required")) if isinstance(each, str)]
         given |= {each: {} for each in required if each not in given}
-        parts = [*self._between(self._tags.name, tool.function.name), '"\\n"']
+        parts = list[str]()
         for key, each in given.items():
             self._check_key(key)
+            value = self._value(each, root)
+            if not value:
+                raise ValueError(f"no value of argument {key!r:.80} follows its schema; leave it out")
             begin = " ".join(self._between(self._tags.key, key))
             between = '"\\n" ' if self._tags.value[0] else ""
             open_ = self._literal(self._tags.value[0]) if self._tags.value[0] else ""
-            argument = self._rule(f'{begin} {between}{open_} {self._line}({self._value(each, schema)}) "\\n"')
+            argument = self._rule(f'{begin} {between}{open_} {self._line}({value}) "\\n"')
             parts.append(argument if key in required else f"{argument}?")
-        return self._rule(" ".join([*parts, *([self._literal(self._tags.end)] if self._tags.end else [])]))
+        return self._rule(" ".join(parts) or '""')
 
     def _check_key(self, key: str) -> None:
         """Raise ValueError for an argument's name that `read_tags` would not read as it is written."""
@@ -108,23 +125,25 @@ class _TaggedCalls:
         parts = [self._literal(before) if before else "", json.dumps(text), self._literal(after) if after else ""]
         return [each for each in parts if each]
 
-    def _value(self, schema: Any, root: Mapping[str, Any], deep: int = 0) -> str:
-        """The rule for a value and the tag after it: plain text for a string, JSON for other types."""
-        while isinstance(schema, Mapping) and isinstance(name := schema.get("$ref"), str) and deep < MOST_LINKS:
-            schema = referred(name, root)
-            deep += 1
-        if not isinstance(schema, Mapping):
-            return self._text({})
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
-        if values:
-            written = [json.dumps(each if isinstance(each, str) else json.dumps(each)) for each in values]
-            return f"({' | '.join(written)}) {self._close}"
-        for name in ("anyOf", "oneOf"):
-            if (each := schema.get(name)) and deep < MOST_LINKS:
-                return " | ".join(self._value(one, root, deep + 1) for one in each)
+    def _value(self, schema: Any, root: Mapping[str, Any]) -> str:
+        """The rule for a value and the tag after it: plain text for a string, JSON for other types.
+
+        Empty if no value follows the schema.
+        """
         types = types_of(schema, root)
-        if STRING in types or not types:
-            return self._text(schema)
+        if types and STRING not in types:
+            return self._json(schema, root)
+        written = []
+        for schemas in alternatives_of(schema, root):
+            types = _common_types(schemas, root)
+            if types is None or STRING in types:
+                written.append(self._text(schemas))
+            elif types:
+                written.append(self._json({"allOf": schemas}, root))
+        return " | ".join(written)
+
+    def _json(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+        """The rule for a value as JSON, followed by the closing tag."""
         moved = _moved(schema, "#/$defs/tool")
         if moved != schema:
             moved |= {"$defs": {"tool": _moved(root, "#/$defs/tool")}}
@@ -132,30 +151,73 @@ class _TaggedCalls:
         content = json.dumps({**moved, "x-guidance": {"whitespace_flexible": False}})
         return f"{self._rule(f'%json {content}')} {self._close}"
 
-    def _text(self, schema: Mapping[str, Any]) -> str:
-        """The rule for text that does not contain the closing tag, followed by that tag."""
-        least = schema.get("minLength", 0)
-        most = schema.get("maxLength", "")
-        pattern = schema.get("pattern")
-        allowed = [rf"/(?s:.{{{least},{most}}})/"]
-        if isinstance(pattern, str):
-            begin = "" if pattern.startswith("^") else "(?s:.*)"
-            end = "" if pattern.endswith("$") else "(?s:.*)"
-            inner = pattern.removeprefix("^").removesuffix("$").replace("/", r"\/")
-            allowed.append(f"/{begin}(?:{inner}){end}/")
+    def _text(self, schemas: Alternative) -> str:
+        """The rule for text that follows all these schemas and does not contain the closing tag, and for that tag."""
         tag = re.escape(self._tags.value[1]).replace("/", r"\/")
-        allowed.append(f"~/(?s:.*){tag}(?s:.*)/")
+        allowed = ["/(?s:.*)/", f"~/(?s:.*){tag}(?s:.*)/"]
+        for schema in schemas:
+            least = schema.get("minLength", 0)
+            most = schema.get("maxLength", "")
+            allowed.append(rf"/(?s:.{{{least},{most}}})/")
+            if isinstance(pattern := schema.get("pattern"), str):
+                allowed.append(f"/{_whole_texts(pattern)}/")
+            if values := values_of(schema):
+                texts = [each if isinstance(each, str) else json.dumps(each) for each in values]
+                allowed.append(f"({' | '.join(map(json.dumps, texts))})")
         name = f"TEXT{len(self._rules)}"
-        self._rules.append(f"{name}: {' & '.join(allowed)}")
+        self._add(f"{name}: {' & '.join(allowed)}")
         if "<[" in self._close:
             return f"{name} {self._close}"
-        self._rules.append(f"WITH_{name}: {name} {self._close}")  # one terminal: text alone may be empty
+        self._add(f"WITH_{name}: {name} {self._close}")  # one terminal: text alone may be empty
         return f"WITH_{name}"
 
     def _rule(self, content: str) -> str:
         name = f"rule{len(self._rules)}"
-        self._rules.append(f"{name}: {content}")
+        self._add(f"{name}: {content}")
         return name
+
+    def _add(self, rule: str) -> None:
+        self._rules.append(rule)
+        self._characters += len(rule)
+        if self._characters > MOST_BYTES:  # before it takes long, and memory
+            raise ValueError(f"a call of these tools cannot be forced: its grammar has more than {MOST_BYTES} bytes")
+
+
+def _common_types(schemas: Alternative, root: Mapping[str, Any]) -> set[str] | None:
+    """The types of values that follow all these schemas; None if none of them has types."""
+    found: set[str] | None = None
+    for schema in schemas:
+        types = types_of(schema, root)
+        if "number" in types:
+            types.add("integer")
+        if types:
+            found = types if found is None else found & types
+    return found
+
+
+def _whole_texts(pattern: str) -> str:
+    """A Lark regular expression of all texts in which a JSON schema's pattern is found: ^ and $ are at their ends."""
+    choices = []
+    for choice in _choices(pattern):
+        begin = "" if choice.startswith("^") else "(?s:.*)"
+        ends = re.search(r"(?<!\\)(\\\\)*\$$", choice) is not None
+        end = "" if ends else "(?s:.*)"
+        inner = choice.removeprefix("^")
+        choices.append(f"{begin}(?:{inner[:-1] if ends else inner}){end}")
+    return re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], "|".join(choices), flags=re.DOTALL)
+
+
+def _choices(pattern: str) -> list[str]:
+    """The parts of a regular expression between the | that stand in no group."""
+    found = [""]
+    deep = 0
+    for part in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, flags=re.DOTALL):
+        deep += (part == "(") - (part == ")")
+        if part == "|" and deep == 0:
+            found.append("")
+        else:
+            found[-1] += part
+    return found
 
 
 def _moved(schema: Any, root: str, *, named: bool = False) -> Any:
