@@ -9,7 +9,8 @@ from torch import Tensor
 from heavypath.speculative.processors.grammar import masked
 from heavypath.speculative.processors.kinds import BATCHED, WARPERS, Processor, name_of
 from heavypath.speculative.processors.matching import GrammarText, Path
-from heavypath.speculative.processors.watched import Change, WatchedCallable
+from heavypath.speculative.processors.state import KeptState
+from heavypath.speculative.processors.watched import Change, WatchedCallable, undone
 
 
 class AskedText(NamedTuple):
@@ -18,11 +19,13 @@ class AskedText(NamedTuple):
     processors: the sequence's processors, in the order of the calls
     path: the drafted tokens of the sequence. Grammars read these alone, because they have read the other tokens before
     changes: `applied` appends a `Change` for each call that changed a processor's state
+    states: the state after such a call, until the next processor is called
     """
 
     processors: Sequence["Processor | GrammarText | WatchedCallable"]
     path: Path
     changes: list[Change]
+    states: list[KeptState]
 
 
 def applied(rows: Sequence[AskedText], ids: Tensor, scores: Tensor, *, of_target: bool, twice: bool) -> Tensor:
@@ -42,6 +45,21 @@ def applied(rows: Sequence[AskedText], ids: Tensor, scores: Tensor, *, of_target
     Raises TypeError if a processor does not return scores of this shape, and ValueError if two calls with the same
     arguments give different results.
     """
+    watched = [each for each in rows[0].processors if isinstance(each, WatchedCallable)]
+    if len(watched) < 2:
+        return _in_turn(rows, ids, scores, of_target=of_target, twice=twice)
+    found = []
+    for row, one in enumerate(rows):  # each processor finds what those before it have changed for the same node
+        with undone([each for each in one.processors if isinstance(each, WatchedCallable)]):
+            place = slice(row, row + 1)
+            found.append(_in_turn([one], ids[place], scores[place], of_target=of_target, twice=twice, goes_on=True))
+    return torch.cat(found)
+
+
+def _in_turn(
+    rows: Sequence[AskedText], ids: Tensor, scores: Tensor, *, of_target: bool, twice: bool, goes_on: bool = False
+) -> Tensor:
+    """`applied`. goes_on: whether a state that a call has changed stays changed for the processors after it."""
     for index, processor in enumerate(rows[0].processors):
         if not of_target or type(processor) in WARPERS:
             shown = scores.amax(-1) != -torch.inf
@@ -52,7 +70,9 @@ def applied(rows: Sequence[AskedText], ids: Tensor, scores: Tensor, *, of_target
                     of_row = rows[row]
                     own.append(of_row._replace(processors=[of_row.processors[index]]))
                 if own:
-                    found = applied(own, ids[numbers], scores[numbers], of_target=of_target, twice=twice)
+                    found = _in_turn(
+                        own, ids[numbers], scores[numbers], of_target=of_target, twice=twice, goes_on=goes_on
+                    )
                     scores = scores.index_copy(0, numbers, found)
                 continue
         if isinstance(processor, GrammarText):
@@ -77,6 +97,8 @@ def applied(rows: Sequence[AskedText], ids: Tensor, scores: Tensor, *, of_target
                             "input_ids, which is the whole sequence; for a grammar use heavypath.speculative.Grammar"
                         )
             scores = torch.cat(answers)
+            if goes_on and rows[0].states and isinstance(processor, WatchedCallable):
+                processor.shared.go_on(rows[0].states.pop())
     return scores
 
 
@@ -93,9 +115,10 @@ def _call_for_row(
     scores = scores[row : row + 1]
     if not isinstance(processor, WatchedCallable):
         return _answer(processor, ids.clone(), scores.clone())
-    answer, changed = processor.ask(ids.clone(), scores.clone())
-    if changed and note:
+    answer, after = processor.ask(ids.clone(), scores.clone())
+    if after is not None and note:
         rows[row].changes.append(Change(processor, ids.clone(), scores.clone()))
+        rows[row].states[:] = [after]
     return _checked(answer, processor.processor, scores)
 
 

@@ -70,7 +70,7 @@ def _kind_of(processor: "Processor | GrammarText | WatchedCallable") -> object:
     """A key: processors with equal keys can be called together for several sequences."""
     if isinstance(processor, GrammarText):
         return GrammarText
-    return id(processor.shared if isinstance(processor, WatchedCallable) else processor)
+    return id(processor.kept if isinstance(processor, WatchedCallable) else processor)
 
 
 def names_of(processors: Sequence["Processor | GrammarText | WatchedCallable"]) -> str:

@@ -25,7 +25,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, MutableMapping, MutableSequence, MutableSet
+from collections.abc import Callable, Iterable, MutableMapping, MutableSequence, MutableSet, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -141,14 +141,14 @@ class _Outside(NamedTuple):
 
 
 class KeptState:
-    """A copy of the state that a callable had when this object was made.
+    """A copy of the state that callables had when this object was made.
 
-    kept:       the callable
+    kept:       the callables
     unseen:     the reason why a part of the state cannot be read; "" if all of it can
     may_differ: whether this part may depend on the sequence; the clock and random numbers do not
     """
 
-    def __init__(self, kept: object):
+    def __init__(self, kept: Sequence[object]):
         self.unseen = ""
         self.may_differ = False
         self._copies: list[_Copy] = []
@@ -158,8 +158,8 @@ class KeptState:
         self._stored: set[str] = set()  # names of attributes that some code sets
         self._outside: dict[int, _Outside] = {}
         self._waiting: dict[str, list[object]] = {}  # name -> methods; visited when some code uses the name
-        self._left: list[object] = [kept]
-        self._package = _package_of(kept)
+        self._left: list[object] = [*kept]
+        self._packages = {_package_of(each) for each in kept}
         while not self.may_differ:
             if self._left:
                 self._visit(self._left.pop())
@@ -167,19 +167,26 @@ class KeptState:
                 break
 
     def has_changed(self) -> bool:
-        """Whether the callable's state now differs from the copy, in the parts that can be read."""
+        """Whether the callables' state now differs from the copy, in the parts that can be read."""
         return not all(same(copy.saved, copy.read(copy.thing)) for copy in self._copies)
 
+    def has_some_of(self, other: "KeptState") -> bool:
+        """Whether both have copies of one object; functions, classes and objects of libraries are not counted."""
+        theirs = {id(copy.thing) for copy in other._copies} - self._outside.keys()
+        return any(
+            id(copy.thing) in theirs and not isinstance(copy.thing, types.FunctionType | type) for copy in self._copies
+        )
+
     def put_back(self) -> None:
-        """Restore the callable's state from the copy."""
+        """Restore the callables' state from the copy."""
         for copy in self._copies:
             if not same(copy.saved, copy.read(copy.thing)):
                 copy.write(copy.thing, copy.saved)
 
     def _is_library(self, module: str | None) -> bool:
-        """Whether a module's code is not searched: it is installed, and not of the callable's own package."""
+        """Whether a module's code is not searched: it is installed, and not of a callable's own package."""
         package = (module or "").partition(".")[0]
-        return package in _LIBRARIES or (package != self._package and _is_installed(package))
+        return package in _LIBRARIES or (package not in self._packages and _is_installed(package))
 
     def _note(self, thing: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], object]) -> Any:
         """Copy a thing's content. Returns the copy."""

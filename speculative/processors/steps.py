@@ -23,7 +23,7 @@ from heavypath.speculative.processors.grammar import Grammar, GrammarProcessor
 from heavypath.speculative.processors.kinds import STATELESS, Processor
 from heavypath.speculative.processors.matching import GrammarText, Path
 from heavypath.speculative.processors.sequence_state import SequenceState, names_of
-from heavypath.speculative.processors.watched import Change, WatchedCallable, WatchedOnes, is_promised, keep_all
+from heavypath.speculative.processors.watched import Change, WatchedOnes, is_promised, keep_all
 
 if TYPE_CHECKING:
     from heavypath.speculative.decoding.request import Request
@@ -47,12 +47,23 @@ class ProcessedSteps(LogitChange):
         """Make the change of a request. Raises ValueError if the request's processors do not fit its sequences."""
         processors = cls()
         stops = request.stops.tolist()
-        for member, own in enumerate(request.processors or ()):
-            processors.begin(member, request.input_ids[member], own, stops, member)
+        lists = request.processors or []
+        criteria = criteria_of(request)
+        watched = [[kept for each in own if (kept := _watched_in(each)) is not None] for own in lists]
+        states = processors._watched.together(watched)
+        for member, own in enumerate(lists):
+            processors.begin(member, request.input_ids[member], own, stops, member, criteria)
+        del states  # which the sequences hold now
         return processors
 
     def begin(
-        self, member: int, prompt: Tensor, processors: Sequence[Processor], stops: Iterable[int], number: int
+        self,
+        member: int,
+        prompt: Tensor,
+        processors: Sequence[Processor],
+        stops: Iterable[int],
+        number: int,
+        criteria: Sequence[object],
     ) -> None:
         """Add a sequence.
 
@@ -60,6 +71,7 @@ class ProcessedSteps(LogitChange):
         prompt: LongTensor[T], as it was given
         stops: the tokens that end the sequence
         number: index of the sequence in its request, the first argument of `prefix_allowed_tokens_fn`
+        criteria: those of the request's stopping criteria that may keep state
 
         Raises ValueError for a grammar with an end-of-sequence token that does not end the sequence, and for a
         processor that several sequences share if its state cannot be read.
@@ -72,29 +84,16 @@ class ProcessedSteps(LogitChange):
                     f"the grammar's end-of-sequence tokens are {[*processor.eos_token_ids]}, and this sequence ends by "
                     f"one of {sorted(ends)}; give Grammar eos_token_id=, or generate"
                 )
-        if processors:
-            own = tuple(self._of_sequence(each, number) for each in processors)
-            self._sequences[member] = SequenceState(own, prompt, ends)
+        if not processors:
+            return
+        pairs = [(_of_sequence(each, number), _watched_in(each)) for each in processors]
+        watched = iter(self._watched.of([(called, kept) for called, kept in pairs if kept is not None], criteria))
+        own = tuple(called if kept is None else next(watched) for called, kept in pairs)
+        self._sequences[member] = SequenceState(own, prompt, ends)
 
     def end(self, member: int) -> None:
         """Remove a sequence."""
         self._sequences.pop(member, None)
-
-    def _of_sequence(self, processor: Any, number: int) -> "Processor | GrammarText | WatchedCallable":
-        """The object to call for one sequence: the processor itself, or a form that knows this sequence alone."""
-        kind = type(processor)
-        if isinstance(processor, Grammar):
-            return GrammarText(processor)
-        if kind is PrefixConstrainedLogitsProcessor:
-            allowed = processor._prefix_allowed_tokens_fn
-            prompt = number // processor._num_beams  # of each prompt transformers may generate several texts
-            of_one = PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(prompt, ids), 1)
-            return of_one if is_promised(allowed) else self._watched.of(of_one, allowed)
-        if kind is RepetitionPenaltyLogitsProcessor and isinstance(processor.prompt_ignore_length, Tensor):
-            return RepetitionPenaltyLogitsProcessor(processor.penalty, int(processor.prompt_ignore_length[number]))
-        if kind in STATELESS or kind is GrammarProcessor or is_promised(processor):
-            return processor
-        return self._watched.of(processor)
 
     def of_step(self, state: Any, lap: Callable[[str], object]) -> "StepProcessors":
         """Append the tokens of earlier steps to the sequences, and return the change for the next step.
@@ -115,6 +114,36 @@ class ProcessedSteps(LogitChange):
                 sequence.advance(new[each][sequence.produced - first : count - first])
         lap("processing")
         return StepProcessors(sequences, lefts, lap)
+
+
+def criteria_of(request: "Request") -> Sequence[object]:
+    """The stopping criteria of a request that may keep state."""
+    return () if request.stopping is None else request.stopping.keeping
+
+
+def _of_sequence(processor: Any, number: int) -> "Processor | GrammarText":
+    """What is called for one sequence: the processor itself, or a form that knows this sequence alone."""
+    kind = type(processor)
+    if isinstance(processor, Grammar):
+        return GrammarText(processor)
+    if kind is PrefixConstrainedLogitsProcessor:
+        allowed = processor._prefix_allowed_tokens_fn
+        prompt = number // processor._num_beams  # of each prompt transformers may generate several texts
+        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(prompt, ids), 1)
+    if kind is RepetitionPenaltyLogitsProcessor and isinstance(processor.prompt_ignore_length, Tensor):
+        return RepetitionPenaltyLogitsProcessor(processor.penalty, int(processor.prompt_ignore_length[number]))
+    return processor
+
+
+def _watched_in(processor: Any) -> object:
+    """The user's object in a processor whose state is watched; None if there is none."""
+    kind = type(processor)
+    if kind is PrefixConstrainedLogitsProcessor:
+        allowed = processor._prefix_allowed_tokens_fn
+        return None if is_promised(allowed) else allowed
+    if isinstance(processor, Grammar) or kind in STATELESS or kind is GrammarProcessor or is_promised(processor):
+        return None
+    return processor
 
 
 class StepProcessors(LogitChange):
@@ -235,7 +264,7 @@ class StepProcessors(LogitChange):
                 for slot, part in each
                 if (sequence := self._sequences[slot])
             ]
-            nodes = [AskedText(sequence.processors, path, []) for _, _, sequence, path in rows]
+            nodes = [AskedText(sequence.processors, path, [], []) for _, _, sequence, path in rows]
             twice = of_target and any(sequence.is_asked_twice for _, _, sequence, _ in rows)
             found = applied(nodes, torch.cat(ids), out[slots, columns], of_target=of_target, twice=twice)
             out[slots, columns] = found

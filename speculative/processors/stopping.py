@@ -42,6 +42,7 @@ class Stopping:
     In a batch of several sequences, a user's criterion has a state for each sequence (see `watched`).
 
     input_ids: LongTensor[B, T], the prompts as they were given
+    keeping:   the criteria that may keep state
 
     Raises ValueError if the state of a user's criterion cannot be read.
     """
@@ -50,11 +51,12 @@ class Stopping:
         self._input_ids = input_ids
         watched = WatchedOnes()
         several = len(input_ids) > 1
-        self._of_each: list[list[Any]] = [[] for _ in input_ids]
-        for own in self._of_each:
-            for each in criteria:
-                keeps_state = not (type(each) in _STATELESS or is_promised(each))
-                own.append(watched.of(each) if several and keeps_state else each)
+        self._of_each: list[list[Any]] = []
+        self.keeping = [each for each in criteria if not (type(each) in _STATELESS or is_promised(each))]
+        for _ in input_ids:
+            own = watched.of([(each, each) for each in self.keeping]) if several else []
+            found = {id(each.kept): each for each in own}
+            self._of_each.append([found.get(id(each), each) for each in criteria])
 
     def kept(self, sequence: int, new: Tensor, before: int) -> int | None:
         """Check new tokens of a sequence. Returns the number of new tokens with which it ends; None if it goes on.

@@ -32,7 +32,7 @@ from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.workspace import Size
 from heavypath.speculative.drafts.changes import LogitChange
 from heavypath.speculative.models.forward import host_can_read
-from heavypath.speculative.processors.steps import ProcessedSteps
+from heavypath.speculative.processors.steps import ProcessedSteps, criteria_of
 from heavypath.speculative.serving.arrivals import Arrival
 from heavypath.speculative.serving.completion import Reason
 from heavypath.speculative.serving.entrance import Entrance
@@ -204,7 +204,9 @@ class ServiceSlots:
         arrival = group[place]
         slot = len(self.running)
         row = self._rows[-1]
-        self._processors.begin(row, arrival.request.input_ids[0], arrival.processors, arrival.stops, 0)
+        request = arrival.request
+        criteria = criteria_of(request)
+        self._processors.begin(row, request.input_ids[0], arrival.processors, arrival.stops, 0, criteria)
         arrival.row = self._rows.pop()
         self._workspace.receive(slot, self._entrance.room(group), place, arrival.prompt_length)
         self._state.numbers[StateField.MEMBER, slot] = arrival.row

@@ -274,7 +274,7 @@ USUAL = {
 @pytest.mark.parametrize("kind", USUAL)
 def test_what_keeps_nothing_keeps_its_trees(kind):
     own = USUAL[kind]()
-    assert KeptState(own).unseen == ""
+    assert KeptState([own]).unseen == ""
     decoder = SpeculativeDecoder(MODEL, MODEL, "chain", tree_size=5)
     out = decoder.generate(IDS, NEW, temperature=0.0, eos_token_id=None, logits_processor=[own])
     assert out.stats.steps < NEW / 2
@@ -282,8 +282,8 @@ def test_what_keeps_nothing_keeps_its_trees(kind):
 
 def test_a_name_of_a_file_may_be_a_users_own():
     """It is that of a function of this module; `Usual` has an attribute of such a name."""
-    assert not KeptState(lambda input_ids, scores: exists(scores)).unseen
-    assert "names exists" in KeptState(lambda input_ids, scores: scores if FILE.exists() else -scores).unseen
+    assert not KeptState([lambda input_ids, scores: exists(scores)]).unseen
+    assert "names exists" in KeptState([lambda input_ids, scores: scores if FILE.exists() else -scores]).unseen
 
 
 def exists(scores):
@@ -291,8 +291,8 @@ def exists(scores):
 
 
 def test_what_other_programs_keep_is_not_seen():
-    assert "socket" in KeptState(lambda input_ids, scores: scores + len(socket.gethostname())).unseen
-    assert "subprocess" in KeptState(lambda input_ids, scores: subprocess.run(["true"]) and scores).unseen
+    assert "socket" in KeptState([lambda input_ids, scores: scores + len(socket.gethostname())]).unseen
+    assert "subprocess" in KeptState([lambda input_ids, scores: subprocess.run(["true"]) and scores]).unseen
 
 
 def test_a_module_that_is_imported_in_a_call_is_looked_at(monkeypatch):
@@ -302,10 +302,10 @@ def test_a_module_that_is_imported_in_a_call_is_looked_at(monkeypatch):
         of_own.calls += 1
         return scores
 
-    assert "imports of_own" in KeptState(count).unseen
+    assert "imports of_own" in KeptState([count]).unseen
     monkeypatch.setitem(sys.modules, "of_own", OF_OWN)
     OF_OWN.calls = 0
-    kept = KeptState(count)
+    kept = KeptState([count])
     assert not kept.unseen
     count(None, None)
     assert kept.has_changed()

@@ -4,6 +4,7 @@ import functools
 import itertools
 import random
 from collections import OrderedDict, deque
+from functools import partial
 
 import numpy as np
 import pytest
@@ -363,6 +364,82 @@ def test_allowed_tokens_may_keep_state_too():
         decoder = SpeculativeDecoder(target, draft)
         out = decoder.generate(IDS, NEW, temperature=0.0, eos_token_id=None, prefix_allowed_tokens_fn=counting())
         assert torch.equal(out.sequences, expected)
+
+
+class Pair:
+    """Two processors and a stopping criterion that share an object: what one of them changes, the others read."""
+
+    def __init__(self, *changed_by):
+        self.changed_by = changed_by
+        self.last = torch.zeros(1, dtype=torch.long)
+
+    def change(self, name, text):
+        if name in self.changed_by and text[0, -1] % 2:
+            self.last += 1
+
+    def first(self, input_ids, scores):
+        self.change("first", input_ids)
+        return scores.index_fill(1, self.last % 7, -torch.inf)
+
+    def second(self, input_ids, scores):
+        self.change("second", input_ids)
+        return scores.index_fill(1, 3 * self.last % 7, -torch.inf)
+
+    def criterion(self, input_ids, scores, **kwargs):
+        self.change("criterion", input_ids)
+        return torch.full((len(input_ids),), int(self.last) > 9)
+
+    def options(self):
+        found = {"logits_processor": LogitsProcessorList([self.first, theirs.TopKLogitsWarper(4), self.second])}
+        criterion = self.criterion
+        return found | (
+            {"stopping_criteria": StoppingCriteriaList([criterion])} if "criterion" in self.changed_by else {}
+        )
+
+
+@pytest.mark.parametrize("name", ["lookup", "the target"])
+@pytest.mark.parametrize("changed_by", [("first",), ("second",), ("first", "second"), ("criterion",),
+                                        ("first", "criterion")])  # fmt: skip
+def test_what_one_processor_or_criterion_changes_another_one_finds_changed(changed_by, name):
+    target, prompts = tiny_llama(1), torch.cat([IDS, IDS + 1, IDS + 2])
+    decoder = SpeculativeDecoder(target, DRAFTS[name](target), tree_size=6)
+    expected = []
+    for each in prompts:
+        text = target.generate(each[None], **USUAL, **Pair(*changed_by).options())
+        expected.append(text[0])
+        own = {"temperature": 0.0, "eos_token_id": None, **Pair(*changed_by).options()}
+        assert torch.equal(decoder.generate(each[None], NEW, **own).sequences, text)
+    if "criterion" not in changed_by:
+        out = decoder.generate(prompts, NEW, temperature=0.0, eos_token_id=None, **Pair(*changed_by).options())
+        assert torch.equal(out.sequences, torch.stack(expected)), "each sequence has a state of its own"
+        shared = Pair(*changed_by)
+        first, second = shared.first, shared.second
+        lists = [[second], [], [first, second]]
+        out = decoder.generate(prompts, NEW, temperature=0.0, eos_token_id=None, logits_processor=lists)
+        for row, own in enumerate(([Pair.second], [], [Pair.first, Pair.second])):
+            pair = Pair(*changed_by)
+            alone = [partial(each, pair) for each in own]
+            text = target.generate(prompts[row : row + 1], **USUAL, logits_processor=LogitsProcessorList(alone))
+            assert torch.equal(out.sequences[row], text[0])
+
+
+def test_a_processor_and_a_criterion_that_share_nothing_keep_their_trees(demo_pair):
+    target, tokenizer = tiny_llama(1), demo_pair.tokenizer
+    decoder = SpeculativeDecoder(target, target, "chain", tree_size=5)
+
+    class Long:
+        def __init__(self):
+            self.tokenizer, self.calls = tokenizer, 0
+
+        def __call__(self, input_ids, scores, **kwargs):
+            self.calls += self.tokenizer is None
+            return torch.full((len(input_ids),), self.calls > 0)
+
+    def processor(input_ids, scores):
+        return scores + (tokenizer is None)
+
+    own = {"logits_processor": [processor], "stopping_criteria": [Long()]}
+    assert decoder.generate(IDS, NEW, temperature=0.0, eos_token_id=None, **own).stats.steps < NEW / 2
 
 
 class StopsAt(StoppingCriteria):
