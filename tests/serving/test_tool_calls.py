@@ -149,6 +149,32 @@ def test_arguments_of_a_forced_call_are_an_object_also_by_a_schema_without_a_typ
         assert held.matcher().consume_tokens(tokenizer(written).input_ids) == fits, arguments
 
 
+X, Y = ({"properties": {name: {"type": "integer"}}, "required": [name]} for name in "xy")
+
+
+@pytest.mark.parametrize(("parameters", "fitting", "others"), [
+    ({**X, "allOf": [Y]}, [{"x": 1, "y": 2}], [{"x": 1}, {"y": 2}]),
+    ({**X, "$ref": "#/$defs/Y", "$defs": {"Y": Y}}, [{"x": 1, "y": 2}], [{"x": 1}, {"y": 2}]),
+    ({"properties": X["properties"], "anyOf": [X, Y]}, [{"x": 1}, {"y": 2}], [{}, {"x": "1"}]),
+    ({"type": ["object", "null"], **X}, [{"x": 1}], [None, {"x": 1, "y": 2}]),
+])  # fmt: skip
+@pytest.mark.parametrize("form", [each for each in FORMATS.values() if each.tags is None], ids=lambda each: each.marker)
+def test_a_forced_call_in_json_has_the_arguments_of_all_that_its_schema_joins(
+    form, parameters, fitting, others, demo_pair
+):
+    pytest.importorskip("llguidance")
+    tokenizer = demo_pair.tokenizer
+    tools = [Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})]
+    held = Grammar(call_source(form, tools, tokenizer), tokenizer, eos_token_id=tokenizer.eos_token_id)
+    for arguments in fitting + others:
+        written = json.dumps({"name": "f", form.arguments: arguments}, separators=(",", ":"))
+        if not form.bare:
+            written = f"{form.marker}\n{written}\n{form.end}" if form.end else f"{form.marker}[{written}]"
+        matcher = held.matcher()
+        read = matcher.consume_tokens(tokenizer(written).input_ids) and matcher.is_accepting()
+        assert read == (arguments in fitting), arguments
+
+
 def test_a_template_says_which_format_its_model_writes():
     tools = "{% if tools %}{{ tools }}{% endif %}"
     assert format_of(tools + "<tool_call>") is FORMATS["hermes"]

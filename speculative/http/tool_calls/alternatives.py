@@ -6,7 +6,7 @@ from typing import Any
 from heavypath.speculative.http.tool_calls.arguments import listed, referred
 
 MOST = 256  # alternatives of a schema, and schemas looked at to find them
-_JOINED = ("$ref", "allOf", "anyOf", "oneOf")
+JOINED = {"$ref", "allOf", "anyOf", "oneOf"}  # keywords of other schemas that the same value follows
 
 Alternative = list[Mapping[str, Any]]  # schemas that a value must follow at once, without the keywords above
 
@@ -37,7 +37,7 @@ class _Search:
         if not isinstance(schema, Mapping):
             return [[]]
         around |= {id(schema)}
-        found: list[Alternative] = [[{key: value for key, value in schema.items() if key not in _JOINED}]]
+        found: list[Alternative] = [[{key: value for key, value in schema.items() if key not in JOINED}]]
         every = [*listed(schema.get("allOf"))]
         if isinstance(reference := schema.get("$ref"), str):
             every.append(referred(reference, self._root))

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from heavypath.speculative.http.bodies.messages import Tool
-from heavypath.speculative.http.tool_calls.alternatives import Alternative, alternatives_of
+from heavypath.speculative.http.tool_calls.alternatives import JOINED, Alternative, alternatives_of
 from heavypath.speculative.http.tool_calls.arguments import STRING, listed, types_of, values_of
 from heavypath.speculative.http.tool_calls.formats import Tags, ToolFormat
 from heavypath.speculative.http.tool_calls.tagged_calls import MOST_KEY
@@ -44,8 +44,8 @@ def _schema_of_calls(form: ToolFormat, tools: Sequence[Tool]) -> dict[str, Any]:
     calls = []
     schemas = dict[str, Any]()
     for number, tool in enumerate(tools):
-        arguments = {"type": "object", **(tool.function.parameters or {})}  # a schema without a type allows any value
-        if "properties" in arguments:
+        arguments = {**(tool.function.parameters or {}), "type": "object"}  # other values are no arguments of a call
+        if "properties" in arguments and not arguments.keys() & JOINED:
             arguments = {"additionalProperties": False, **arguments}  # a tool could not use further arguments
         # References are paths from the root of a schema, and the tool's schema is no longer the root.
         moved = _moved(arguments, f"#/$defs/{number}")
