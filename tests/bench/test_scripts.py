@@ -91,6 +91,7 @@ def choice_of(fewest, tiles):
     return {"rows": fewest, "tiles": tiles}
 
 
+@pytest.mark.slow
 def test_choices_of_attention_find_equal_caches_and_are_planned_anew(monkeypatch):
     tune, seen = script("tune_attention"), {}
     plans = Mock(wraps=tune.launch.plan_launch)
