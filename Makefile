@@ -95,7 +95,7 @@ LESSER_TESTS = $(addprefix tests/, kernels/test_native.py kernels/test_native_st
 LESSER = x86-64-v2 x86-64-v3 $(shell grep -qw avx512f /proc/cpuinfo && echo x86-64-v4)
 test-lesser: setup
 	for threads in 1 2; do for march in $(LESSER); do \
-		HEAVYPATH_MARCH=$$march OMP_NUM_THREADS=$$threads $(PYTEST) $(or $(TESTS),$(LESSER_TESTS)) || exit 1; done; done
+		HEAVYPATH_MARCH=$$march OMP_NUM_THREADS=$$threads $(PYTEST) --every-variant $(or $(TESTS),$(LESSER_TESTS)) || exit 1; done; done
 
 # A computer with AVX2 alone, as nearly as variables make this one: compiled code, PyTorch's kernels, oneDNN and MKL.
 AVX2 = HEAVYPATH_MARCH=x86-64-v3 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2

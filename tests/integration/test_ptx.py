@@ -134,7 +134,8 @@ def test_a_fault_in_a_kernel_is_found(name, tmp_path):
     source = changed.read_text()
     assert source.count(fault.original) == 1
     changed.write_text(source.replace(fault.original, fault.changed))
-    done = run("-m", "pytest", "-p", "ptx.plugin", "-x", "-q", str(KERNELS / fault.test), first=tmp_path)
+    every = ("--every-variant", "-x", "-q")
+    done = run("-m", "pytest", "-p", "ptx.plugin", *every, str(KERNELS / fault.test), first=tmp_path)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
     assert re.search(fault.found, done.stdout), done.stdout
 
@@ -147,7 +148,7 @@ from ptx.emulator import Emulated
 
 pattern, test = sys.argv[1:]
 plugin.emulated = cache(lambda kernel: Emulated(re.sub(pattern, "", kernel.asm["ptx"])))
-sys.exit(pytest.main(["-p", "ptx.plugin", "-x", "-q", test], [plugin]))
+sys.exit(pytest.main(["-p", "ptx.plugin", "--every-variant", "-x", "-q", test], [plugin]))
 """
 
 
