@@ -93,6 +93,7 @@ def test_a_draft_has_the_targets_dtype_and_exact_rotary_frequencies_and_the_targ
     SpeculativeDecoder(target, head, tree_size=8).generate(PROMPT, max_new_tokens=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["head", "block", "medusa", "medusa, one head a step"])
 def test_a_training_that_was_interrupted_goes_on_to_the_same_draft_with_its_own_settings_alone(
     kind, tmp_path, monkeypatch

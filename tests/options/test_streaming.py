@@ -593,6 +593,7 @@ def test_too_little_memory_is_refused_with_the_least_that_would_do(folder):
         load_streamed(folder, bytes_of(least) - 2_000_000)
 
 
+@pytest.mark.slow
 def test_weights_that_transformers_keeps_in_float32_stay_in_memory(tmp_path):
     tiny("ernie4_5_moe", num_hidden_layers=4).bfloat16().save_pretrained(tmp_path)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
